@@ -144,6 +144,8 @@ class Batch:
         """
         lengths = self.loss_lengths()
         counts = {"tokens": float(lengths.sum()), "sequences": float((lengths > 0).sum()), "constant": 1.0}
+        if "gap_mask" in self.tokens:
+            counts["gap"] = float(self.tokens["gap_mask"].sum())
         if "group" in self.sequences:
             counts["groups"] = float(torch.as_tensor(self.sequences["group"])[lengths > 0].unique().numel())
         return counts
@@ -160,7 +162,7 @@ class Batch:
         return list(rows.values())
 
 
-_DTYPES = {"ids": torch.int64, "loss_mask": torch.bool}
+_DTYPES = {"ids": torch.int64, "loss_mask": torch.bool, "gap_mask": torch.bool}
 
 
 def _join(columns: Sequence[Any]) -> Any:

@@ -128,13 +128,13 @@ class ActorConfig:
 
 @dataclass
 class RefConfig:
-    path: Optional[str] = opt(None, "folder of the reference model; default: model.path")
+    path: Optional[str] = opt(None, "folder of the reference model; default: the policy at the start of the stage")
     dtype: Optional[str] = opt(None, "default: model.dtype", choices=("bfloat16", "float32", "float64"))
 
 
 @dataclass
 class CriticConfig:
-    path: Optional[str] = opt(None, "folder of the critic's initial model; default: model.path")
+    path: Optional[str] = opt(None, "folder of the critic's initial model; default: the policy at the start of the stage")
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
 
@@ -143,6 +143,7 @@ class AlgorithmConfig:
     name: str = opt("grpo", "grpo, rloo, ppo, sft, or an algorithm of a listed plugin")
     prompts_per_step: int = opt(64, "prompts (sft: rows) of one step", gt=0)
     prompts_per_update: Optional[int] = opt(None, "prompts of one optimizer step; default: prompts_per_step", gt=0)
+    max_rounds: int = opt(8, "generation rounds to fill a step, where groups are dropped", gt=0)
     epochs_per_step: int = opt(1, "times that a step's samples are trained on", gt=0)
     gamma: float = opt(1.0, "ppo: discount", gt=0, le=1)
     lam: float = opt(0.95, "ppo: lambda of GAE", ge=0, le=1)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from rlrun.metrics import Value
     from rlrun.plugins import Plugins
 
-Kind = Literal["tokens", "sequences", "groups", "constant", "max"]
-"""What a term is divided by: the mini-batch's count of loss tokens, of sequences or groups that have any, or 1.
+Kind = Literal["tokens", "sequences", "groups", "gap", "constant", "max"]
+"""What a term is divided by: the mini-batch's count of loss tokens, of sequences or groups that have any, of tokens in
+`gap_mask`, or 1.
 "max" is for metrics alone: the largest value, over everything."""
 
 
@@ -41,7 +42,8 @@ class RoleRequest:
     """A model that an algorithm needs besides the actor."""
 
     trainable: bool
-    path: str
+    path: str | None
+    """Folder of the initial model; None: the policy as it is when the stage begins."""
     dtype: str
     head: Literal["lm", "value"] = "lm"
     optim: OptimConfig | None = None

@@ -1,0 +1,36 @@
+"""The KL between policy and reference: estimators from log-probabilities of sampled tokens, and an adaptive coefficient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """KL(policy, reference) of each token, by estimator k1, k2 or k3 (Schulman 2020, "Approximating KL divergence").
+
+    With d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Differentiated on samples of the policy, k2 has
+    the gradient of the reverse KL, k3 that of the forward KL, and k1 none.
+    """
+    d = log_probs - ref_log_probs
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        return (-d).exp() - 1 + d
+    raise ValueError(f"unknown KL estimator {kind!r}: use k1, k2 or k3")
+
+
+class KlCoefficient:
+    """The KL's weight: fixed, or moved towards a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""
+
+    def __init__(self, value: float, target: float | None = None, horizon: int = 10000) -> None:
+        self.value = value
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, sequences: int) -> None:
+        """After a step of so many sequences with mean KL `kl` per token."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * sequences / self.horizon

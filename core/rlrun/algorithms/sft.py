@@ -1,0 +1,21 @@
+"""Supervised fine-tuning on the samples' reference answers: a warm start for RL, or a run of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlrun.algorithms.base import Algorithm
+from rlrun.algorithms.losses import SftLoss
+
+if TYPE_CHECKING:
+    from rlrun.workers.protocol import Loss
+
+
+class Sft(Algorithm):
+    """Maximum likelihood of the answers, given the prompts."""
+
+    online = False
+
+    def losses(self, step: int) -> Mapping[str, Loss]:
+        return {"actor": SftLoss(self.options.loss_aggregation)}
