@@ -1,0 +1,123 @@
+"""Checkpoints on disk: written under a temporary name, flushed, renamed. The name is the proof that one is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NAME = re.compile(r"step_(\d{6,})")
+PARTIAL = re.compile(r"\.partial-step_(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: a folder for each role, `hf/`, and trainer.json."""
+
+    path: Path
+    step: int
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The trainer's state: stage, steps, sampler, algorithm."""
+        loaded: dict[str, Any] = json.loads((self.path / "trainer.json").read_text())
+        return loaded
+
+
+class Checkpoints:
+    """The checkpoints of one run folder. Folders of other names are the user's own and are never touched."""
+
+    def __init__(self, directory: Path, keep: int | None) -> None:
+        self.directory = directory
+        self.keep = keep
+
+    def list(self) -> list[Checkpoint]:
+        """Complete ones, by step."""
+        if not self.directory.exists():
+            return []
+        found = [(NAME.fullmatch(p.name), p) for p in self.directory.iterdir() if p.is_dir()]
+        return sorted((Checkpoint(p, int(m[1])) for m, p in found if m), key=lambda c: c.step)
+
+    def latest(self) -> Checkpoint | None:
+        complete = self.list()
+        return complete[-1] if complete else None
+
+    def save(
+        self, step: int, state: dict[str, Any], write: Callable[[Path], None], needed: Collection[str] = ()
+    ) -> Checkpoint:
+        """Let `write` fill a folder, add the trainer's state, publish it, then remove what is over `keep`.
+
+        Checkpoints named in `needed` stay. Where anything fails, nothing published before is lost, and the partial folder
+        goes.
+        """
+        partial = self.directory / f".partial-step_{step:06d}"
+        self.remove_partial()
+        partial.mkdir(parents=True)
+        try:
+            write(partial)
+            if (partial / "actor" / "hf").is_dir():
+                (partial / "actor" / "hf").rename(partial / "hf")
+            (partial / "trainer.json").write_text(json.dumps(state, indent=1))
+            _flush(partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        final = self.directory / f"step_{step:06d}"
+        if final.exists():  # a resumed run that saves a step again: the new one takes its place whole
+            shutil.rmtree(final)
+        partial.rename(final)
+        _flush_entry(self.directory)
+        self._retain(needed)
+        return Checkpoint(final, step)
+
+    def remove_partial(self) -> None:
+        """Remove what an earlier, killed run left half-written."""
+        if self.directory.exists():
+            for path in self.directory.iterdir():
+                if PARTIAL.fullmatch(path.name):
+                    shutil.rmtree(path)
+
+    def _retain(self, needed: Collection[str]) -> None:
+        if self.keep is None:
+            return
+        for old in self.list()[: -self.keep]:
+            if old.path.name not in needed:
+                shutil.rmtree(old.path)
+
+
+def find(path: str) -> Checkpoint:
+    """The checkpoint at a path that the user named. Raises ValueError where there is none."""
+    folder = Path(path)
+    match = NAME.fullmatch(folder.resolve().name)
+    if not match or not (folder / "trainer.json").is_file():
+        raise ValueError(f"{path} is not a checkpoint: name a folder runs/NAME/checkpoints/step_NNNNNN")
+    return Checkpoint(folder, int(match[1]))
+
+
+def export(checkpoint: Path, out: Path) -> None:
+    """Copy a checkpoint's Hugging Face folder to `out`. Raises ValueError where it holds none, or `out` exists."""
+    source = checkpoint / "hf"
+    if not source.is_dir():
+        raise ValueError(f"{checkpoint} holds no Hugging Face weights: add hf_model to checkpoint.save_contents")
+    if out.exists():
+        raise ValueError(f"{out} exists: name a folder that does not")
+    shutil.copytree(source, out)
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _flush_entry(path)
+    _flush_entry(folder)
+
+
+def _flush_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

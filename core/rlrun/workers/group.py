@@ -1,0 +1,89 @@
+"""The driver's view of all ranks: whole batches in, whole batches out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rlrun.batch import Atom, Batch, inverse, shard
+from rlrun.metrics import Value, merge
+from rlrun.rollout.protocol import Completion, Request, SamplingParams
+from rlrun.workers.protocol import Layout, Loss, RoleRequest
+
+
+class Ranks(Protocol):
+    """Ranks that can be asked: those of Ray (`ray_ranks.py`), or the one in the driver's process (`local.py`)."""
+
+    count: int
+
+    def run(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+        """Call a method of `Rank` on every rank, with its own arguments: (rank, result) as they finish.
+
+        Raises RankError with the failing rank's traceback, or when the phase takes longer than trainer.phase_timeout_s.
+        """
+
+    def close(self) -> None:
+        """End all ranks. May be called at any time, also twice."""
+
+
+class WorkerGroup:
+    """Roles spread over ranks. Splits batches over data-parallel shards and puts results together in the batch's order."""
+
+    def __init__(self, ranks: Ranks, layout: Layout) -> None:
+        self.ranks = ranks
+        self.layout = layout
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """The same call on every rank; results by rank."""
+        results = dict(self.ranks.run(method, [args] * self.ranks.count))
+        return [results[rank] for rank in range(self.ranks.count)]
+
+    def build(self, role: str, request: RoleRequest, total_updates: int | None, want: frozenset[str]) -> None:
+        self.call("build", role, request, self.layout, total_updates, want)
+
+    def forward(self, role: str, batch: Batch, want: AbstractSet[str], atom: Atom = "sequence") -> dict[str, Tensor]:
+        """Per-token columns [T] of a role's model, in the batch's order."""
+        rows = shard(batch, self.layout.dp, atom)
+        shards = self._shards(batch, rows)
+        results = dict(self.ranks.run("forward", [(role, part, want) for part in shards]))
+        parts = [
+            Batch(shards[rank].cu_seqlens, results[rank]) for rank in self.layout.result_ranks if len(shards[rank])
+        ]
+        return Batch.concat(parts).select(inverse(r for r in rows if r)).tokens
+
+    def update(
+        self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], atom: Atom = "sequence"
+    ) -> dict[str, Value]:
+        """One optimizer step of a role on a mini-batch. Returns the loss's terms over all ranks, grad_norm, lr and skipped."""
+        shards = self._shards(batch, shard(batch, self.layout.dp, atom))
+        results = dict(self.ranks.run("update", [(role, part, loss, denominators) for part in shards]))
+        return merge(results[rank] for rank in self.layout.result_ranks)
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[list[Completion]]:
+        """Completions of all requests, rank by rank as they finish. Requests are dealt out in turn."""
+        count = self.ranks.count
+        for _, completions in self.ranks.run("generate", [(list(requests[rank::count]), params) for rank in range(count)]):
+            yield completions
+
+    def save(self, role: str, directory: Path, contents: Sequence[str]) -> None:
+        self.call("save", role, str(directory), list(contents))
+
+    def load(self, role: str, directory: Path, contents: Sequence[str]) -> None:
+        self.call("load", role, str(directory), list(contents))
+
+    def memory(self) -> dict[str, Value]:
+        return merge(self.call("memory"))
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    def _shards(self, batch: Batch, rows: Sequence[Sequence[int]]) -> list[Batch]:
+        """Each rank's batch. Only tensors travel: what ranks compute with."""
+        slim = Batch(batch.cu_seqlens, batch.tokens, {n: c for n, c in batch.sequences.items() if isinstance(c, Tensor)},
+                     batch.ragged)
+        parts = [slim.select(r) for r in rows]
+        return [parts[self.layout.dp_index[rank]] for rank in range(self.layout.ranks)]

@@ -1,0 +1,128 @@
+"""One device's process: its part of every role, and the engine. The same code under Ray and in the driver's process."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlrun.batch import Batch
+from rlrun.config.load import from_values
+from rlrun.metrics import Value
+from rlrun.plugins import Plugins
+from rlrun.rollout.protocol import Completion, Request, Rollout, SamplingParams
+from rlrun.workers.protocol import Layout, Loss, RoleRequest, RoleSpec, Worker
+
+log = logging.getLogger(__name__)
+
+
+class Rank:
+    """Holds the workers of one rank by role, and runs what the driver asks for, in lockstep with the other ranks."""
+
+    def __init__(self, rank: int, ranks: int, device: str, values: dict[str, Any], recipe: Any, manifest: Any) -> None:
+        """`values` is the resolved configuration, `recipe` and `manifest` come from the driver's `Plugins`."""
+        logging.basicConfig(level=logging.INFO, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+        self.rank = rank
+        self.ranks = ranks
+        self.plugins = Plugins.from_recipe(recipe)
+        self.plugins.check_same(manifest)
+        self.config = from_values(values, self.plugins)
+        self.workers: dict[str, Worker] = {}
+        self.engine: Rollout | None = None
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(self.config.resources.threads_per_rank)
+
+    def open_store(self) -> tuple[str, int]:
+        """First rank: open the rendezvous on a port that the system picks, so that no two runs can race for one."""
+        host = socket.gethostbyname(socket.gethostname()) if self.ranks > 1 else "127.0.0.1"
+        self.store = dist.TCPStore(host, 0, self.ranks, is_master=True, wait_for_workers=False)
+        return host, self.store.port
+
+    def connect(self, host: str, port: int) -> None:
+        """Join the process group of all ranks."""
+        if self.rank > 0:
+            self.store = dist.TCPStore(host, port, self.ranks, is_master=False)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=2 * self.config.trainer.phase_timeout_s)  # the driver's own limit comes first
+        dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.ranks, timeout=timeout)
+
+    def build(self, role: str, request: RoleRequest, layout: Layout, total_updates: int | None, want: frozenset[str]) -> None:
+        """Make this rank's worker of a role, in the place of one of that name."""
+        self.workers.pop(role, None)
+        spec = RoleSpec(role, self.config.actor.backend, request, self.config, self.plugins, self.rank, self.device,
+                        total_updates, want)
+        self.workers[role] = self.plugins.make_worker(spec=spec, layout=layout)
+
+    def drop(self, role: str) -> None:
+        """Let go of a role that the next stage does not need."""
+        self.workers.pop(role, None)
+
+    def forward(self, role: str, batch: Batch, want: AbstractSet[str]) -> dict[str, torch.Tensor]:
+        return {name: column.cpu() for name, column in self.workers[role].forward(batch, want).items()}
+
+    def update(self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float]) -> dict[str, Value]:
+        return self.workers[role].update(batch, loss, denominators)
+
+    def start_engine(self) -> None:
+        engine_class = self.plugins.resolve("rollout", self.config.rollout.engine)
+        engine: Rollout = engine_class(self.config, self.device, self.rank)
+        engine.sleep()
+        self.engine = engine
+
+    def sync_weights(self, version: int) -> None:
+        """Give the actor's weights to the engine: first its memory for weights, then the weights, then its cache."""
+        assert self.engine is not None
+        self.engine.wake(["weights"])
+        self.engine.load_weights(self.workers["actor"].weights(), version)
+        self.engine.wake(["kv_cache"])
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        assert self.engine is not None
+        return self.engine.generate(requests, params)
+
+    def sleep_engine(self) -> None:
+        assert self.engine is not None
+        self.engine.sleep()
+
+    def save(self, role: str, directory: str, contents: Sequence[str]) -> None:
+        self.plugins.save_checkpoint(self.workers[role], Path(directory), contents)
+
+    def load(self, role: str, directory: str, contents: Sequence[str]) -> None:
+        self.plugins.load_checkpoint(self.workers[role], Path(directory), contents)
+
+    def memory(self) -> dict[str, Value]:
+        """Peak device memory so far, in GB; nothing on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        return {
+            "perf/max_memory_allocated_gb": Value(torch.cuda.max_memory_allocated(self.device) / 1e9),
+            "perf/max_memory_reserved_gb": Value(torch.cuda.max_memory_reserved(self.device) / 1e9),
+        }
+
+    def close(self) -> None:
+        self.workers.clear()
+        self.engine = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def stacks() -> str:
+    """The stacks of all threads of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

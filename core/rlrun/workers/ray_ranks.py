@@ -1,0 +1,208 @@
+"""Ranks as Ray actors: placed so that all fit or none starts, watched, and ended with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlrun.errors import RankError, ResourceError
+from rlrun.workers import rank as rank_module
+
+if TYPE_CHECKING:
+    from rlrun.config.schema import Config
+    from rlrun.plugins import Plugins
+
+log = logging.getLogger(__name__)
+
+PLACEMENT_TIMEOUT_S = 40.0
+SECOND_FAILURE_WAIT_S = 3.0
+STACKS_WAIT_S = 10.0
+
+
+class RayRank(rank_module.Rank):
+    """A rank as an actor; `stacks` answers from a thread of its own while another call hangs."""
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> str:
+        return rank_module.stacks()
+
+    @ray.method(concurrency_group="control")
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Cluster:
+    """A Ray cluster of this run alone, or a running one that it joins (resources.ray_address)."""
+
+    def __init__(self, address: str | None) -> None:
+        self.own = address is None
+        self.temp_dir = tempfile.mkdtemp(prefix="rlrun-") if self.own else None
+        # A plugin's or test's modules must be importable in the actors wherever they are in the driver.
+        options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING, "namespace": "rlrun"}
+        if self.own:
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            self._start({**options, "address": "local", "include_dashboard": False, "_temp_dir": self.temp_dir,
+                         "object_store_memory": _object_store_bytes()})
+        else:
+            ray.init(**options, address=address)
+
+    def _start(self, options: dict[str, Any], attempts: int = 4) -> None:
+        """Start the cluster's processes, again where another cluster took one of its ports first."""
+        for attempt in range(attempts):
+            try:
+                ray.init(**options)
+            except (RuntimeError, ConnectionError, OSError, TimeoutError) as error:
+                ray.shutdown()
+                if attempt == attempts - 1:
+                    raise ResourceError(f"Ray did not start in {attempts} attempts: {error}") from error
+                log.warning("Ray did not start (%s); trying again", error)
+                time.sleep(1.0 + attempt)
+            else:
+                return
+
+    def close(self) -> None:
+        ray.shutdown()
+        if self.temp_dir is not None:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def _object_store_bytes() -> int:
+    """Room for the batches in flight: a tenth of the memory, at most 2 GB, and no more than half of shared memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else memory
+    return max(80_000_000, min(2_000_000_000, memory // 10, shared // 2))
+
+
+class RayRanks:
+    """The training ranks as Ray actors in one placement group."""
+
+    def __init__(self, config: Config, values: dict[str, Any], plugins: Plugins) -> None:
+        """Start or join Ray, place all ranks, connect them. Raises ResourceError where they do not fit."""
+        self.config = config
+        self.count = config.resources.train_ranks
+        self.actors: list[Any] = []
+        self.group: Any = None
+        self.cluster = Cluster(config.resources.ray_address)
+        try:
+            device = self._device()
+            self._place(device)
+            self._spawn(device, values, plugins)
+        except BaseException:
+            self.close()
+            raise
+
+    def _device(self) -> str:
+        wanted = self.config.resources.device
+        gpus = ray.cluster_resources().get("GPU", 0)
+        return ("cuda" if gpus else "cpu") if wanted == "auto" else wanted
+
+    def _place(self, device: str) -> None:
+        need = {"CPU": float(self.config.resources.threads_per_rank if device == "cpu" else 1)}
+        if device == "cuda":
+            need["GPU"] = 1.0
+        there = ray.cluster_resources()
+        for kind, each in need.items():
+            if each * self.count > there.get(kind, 0):
+                raise ResourceError(
+                    f"resources.train_ranks: {self.count} ranks on {device} need {each * self.count:g} {kind}, the cluster has "
+                    f"{there.get(kind, 0):g}: lower resources.train_ranks or resources.threads_per_rank, or join a larger "
+                    "cluster with resources.ray_address"
+                )
+        self.group = placement_group([need] * self.count, strategy="PACK")
+        if not self.group.wait(PLACEMENT_TIMEOUT_S):
+            free = {k: v for k, v in ray.available_resources().items() if k in need}
+            raise ResourceError(
+                f"no room for {self.count} ranks of {need} within {PLACEMENT_TIMEOUT_S:g} s: free are {free} of "
+                f"{ {k: there.get(k, 0) for k in need} }; another job holds the rest"
+            )
+        self.need = need
+
+    def _spawn(self, device: str, values: dict[str, Any], plugins: Plugins) -> None:
+        env = {"OMP_NUM_THREADS": str(self.config.resources.threads_per_rank), "TOKENIZERS_PARALLELISM": "false"}
+        actor = ray.remote(concurrency_groups={"control": 1})(RayRank)
+        recipe, manifest = plugins.recipe(), plugins.manifest()
+        self.actors = [
+            actor.options(
+                num_cpus=self.need["CPU"], num_gpus=self.need.get("GPU", 0), max_restarts=0, runtime_env={"env_vars": env},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank),
+            ).remote(rank, self.count, device, values, recipe, manifest)
+            for rank in range(self.count)
+        ]
+        host, port = self._wait("open_store", [self.actors[0].open_store.remote()])[0]
+        self._wait("connect", [a.connect.remote(host, port) for a in self.actors])
+
+    def run(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+        refs = [getattr(a, method).remote(*args) for a, args in zip(self.actors, arguments, strict=True)]
+        yield from self._as_completed(method, refs)
+
+    def _wait(self, method: str, refs: Sequence[Any]) -> list[Any]:
+        results = dict(self._as_completed(method, refs))
+        return [results[rank] for rank in range(len(refs))]
+
+    def _as_completed(self, method: str, refs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        pending = list(refs)
+        deadline = time.monotonic() + self.config.trainer.phase_timeout_s
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                raise self._hung(method, [rank_of[ref] for ref in pending])
+            for ref in done:
+                try:
+                    result = ray.get(ref)
+                except (RayTaskError, RayActorError) as error:
+                    raise self._failed(method, rank_of, {rank_of[ref]: error}, pending) from None
+                yield rank_of[ref], result
+
+    def _failed(self, method: str, rank_of: dict[Any, int], errors: dict[int, Exception], pending: list[Any]) -> RankError:
+        """The error to report. A rank that dies makes its peers' collectives fail too, perhaps sooner: look for the cause."""
+        done, _ = ray.wait(pending, num_returns=len(pending), timeout=SECOND_FAILURE_WAIT_S) if pending else ([], [])
+        for ref in done:
+            try:
+                ray.get(ref)
+            except (RayTaskError, RayActorError) as error:
+                errors[rank_of[ref]] = error
+        rank = min(errors, key=lambda r: not isinstance(errors[r], RayActorError))
+        error = errors[rank]
+        if isinstance(error, RayTaskError):
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            return RankError(f"rank {rank} failed in {method}:\n{_clean(str(error))}", cause=cause)
+        return RankError(f"rank {rank} died in {method}: its process ended.\n{error}\nWhere the machine ran out of memory, "
+                         "lower tokens_per_micro_batch or rollout.max_sequences.")
+
+    def _hung(self, method: str, ranks: Sequence[int]) -> RankError:
+        dumps = []
+        for rank, actor in enumerate(self.actors):
+            try:
+                dumps.append(f"--- rank {rank}\n{ray.get(actor.stacks.remote(), timeout=STACKS_WAIT_S)}")
+            except (ray.exceptions.GetTimeoutError, RayActorError, RayTaskError) as error:
+                dumps.append(f"--- rank {rank}: no stacks ({type(error).__name__}: {error})")
+        return RankError(f"{method} took longer than trainer.phase_timeout_s = {self.config.trainer.phase_timeout_s:g} s; "
+                         f"waiting for ranks {list(ranks)}. Stacks:\n" + "\n".join(dumps))
+
+    def close(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        self.actors = []
+        if self.group is not None:
+            remove_placement_group(self.group)
+            self.group = None
+        self.cluster.close()
+
+
+def _clean(text: str) -> str:
+    """A task error's text without terminal colours."""
+    import re
+
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
