@@ -1,0 +1,37 @@
+"""What core itself provides, through the same door as any plugin."""
+
+from __future__ import annotations
+
+from rlrun.hookspecs import PluginInfo, hookimpl
+
+
+@hookimpl
+def plugin_info() -> PluginInfo:
+    return PluginInfo(
+        name="builtin",
+        api_version=1,
+        provides={
+            "source": {
+                "jsonl": "rlrun.data.sources:Jsonl",
+                "parquet": "rlrun.data.sources:Parquet",
+                "datasets": "rlrun.data.sources:Datasets",
+                "reasoning_gym": "rlrun.data.sources:ReasoningGym",
+            },
+            "reward": {
+                "function": "rlrun.rewards.function:FunctionReward",
+                "reasoning_gym": "rlrun.rewards.reasoning_gym:ReasoningGymReward",
+                "math_verify": "rlrun.rewards.math_verify:MathVerifyReward",
+            },
+            "tracker": {
+                "console": "rlrun.trackers.console:Console",
+                "tensorboard": "rlrun.trackers.tensorboard:TensorBoard",
+            },
+            "algorithm": {
+                "grpo": "rlrun.algorithms.grpo:Grpo",
+                "rloo": "rlrun.algorithms.grpo:Rloo",
+                "ppo": "rlrun.algorithms.ppo:Ppo",
+                "sft": "rlrun.algorithms.sft:Sft",
+            },
+            "rollout": {"hf": "rlrun.rollout.hf:HfRollout"},
+        },
+    )
