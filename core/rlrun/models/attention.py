@@ -1,0 +1,193 @@
+"""One attention for all models: causal, over packed sequences of any lengths, with the best kernel there is.
+
+It is registered with transformers' attention interface under `NAME` and switched on model by model
+(`model.set_attn_implementation(NAME)`). The caller hands `packed=Packed.of(cu_seqlens)` to the model's forward, which
+passes it on to every layer; boundaries are never guessed from position ids or masks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "rlrun_packed"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Where sequences lie in a packed row; made once a forward, read by every layer."""
+
+    cu_seqlens: Tensor
+    """[S+1] int32, on the row's device: sequence s is cu_seqlens[s]:cu_seqlens[s+1]."""
+    runs: tuple[tuple[int, int], ...]
+    """(count, length) of runs of neighbours of equal length: rows sorted by length make few, large runs."""
+    max_length: int
+
+    @staticmethod
+    def of(cu_seqlens: Tensor, device: torch.device | str | None = None) -> Packed:
+        """From boundaries [S+1]; cheapest where these are on the CPU. Empty sequences are left out."""
+        lengths = [n for n in cu_seqlens.diff().tolist() if n > 0]
+        runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
+        kept = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return Packed(kept.to(device or cu_seqlens.device), runs, max(lengths, default=0))
+
+    @property
+    def total(self) -> int:
+        return sum(count * length for count, length in self.runs)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention within each packed sequence: [T, H, D] and twice [T, H_kv, D] -> [T, H, D].
+
+    `window` is the number of tokens that a token sees, itself included; `softcap` bounds the scores by tanh. On CUDA in
+    half precision flash-attn, where installed, or torch's varlen_attn; otherwise SDPA over sequences of equal length at
+    once. Raises ValueError where the row and its boundaries disagree.
+    """
+    if query.shape[0] != packed.total or key.shape[0] != packed.total:
+        raise ValueError(f"packed sequences have {packed.total} tokens together, but attention got {query.shape[0]} "
+                         f"queries and {key.shape[0]} keys: a key-value cache or padding cannot be used here")
+    if window is not None and window >= packed.max_length:
+        window = None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        if importlib.util.find_spec("flash_attn") is not None:
+            return _flash_attn(query, key, value, packed, scale, window, softcap)
+        if softcap is None:
+            return _varlen_attn(query, key, value, packed, scale, window)
+    return _segments(query, key, value, packed, scale, window, softcap)
+
+
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None, window: int | None,
+                softcap: float | None) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    left = -1 if window is None else window - 1
+    return flash_attn_varlen_func(
+        query, key, value, packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length,
+        softmax_scale=scale, causal=True, window_size=(left, 0), softcap=softcap or 0.0,
+    )
+
+
+@cache
+def _takes_enable_gqa() -> bool:
+    """torch 2.12 and newer must be told of grouped queries; 2.11 does them unasked and knows no such argument."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _varlen_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None,
+                 window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if window is None else window - 1
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
+    if _takes_enable_gqa():
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    output = varlen_attn(query, key, value, packed.cu_seqlens, packed.cu_seqlens, packed.max_length,
+                         packed.max_length, **options)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _segments(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None, window: int | None,
+              softcap: float | None) -> Tensor:
+    """SDPA, one call for each run of sequences of equal length: no padding, no mask over the whole row."""
+    sizes = [count * length for count, length in packed.runs]
+    outputs = []
+    for run, *parts in zip(packed.runs, *(x.split(sizes) for x in (query, key, value))):
+        q, k, v = (x.unflatten(0, run).transpose(1, 2) for x in parts)  # [count, heads, length, D]
+        length = run[1]
+        if softcap is not None:
+            output = _softcapped(q, k, v, scale, window, softcap)
+        elif window is not None and length > window:
+            output = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=_visible(length, window, q.device), scale=scale, enable_gqa=True)
+        else:
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs) if outputs else torch.zeros_like(query)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, length] bool: which keys (columns) each query (row) sees."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)
+
+
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None,
+                softcap: float) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_visible(query.shape[2], window, query.device), -torch.inf)
+    at_least_fp32 = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(-1, dtype=at_least_fp32).to(value.dtype) @ value
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: Packed | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface on `attend`: [1, H, T, D] in, [1, T, H, D] out.
+
+    Raises ValueError for what packed attention does not do: masks, dropout, attention sinks, attention to later tokens,
+    a forward without `packed`, a key-value cache.
+    """
+    name = type(module).__name__
+    if packed is None:
+        raise ValueError(f"{name}: packed attention needs packed=Packed.of(cu_seqlens) in the call of the model")
+    refused = {
+        "an attention mask": attention_mask is not None,
+        "attention dropout": dropout != 0.0,
+        "attention sinks": s_aux is not None,
+        "attention to later tokens": not getattr(module, "is_causal", True),
+        "more than one row": query.shape[0] != 1,
+    }
+    for what, given in refused.items():
+        if given:
+            raise ValueError(f"{name}: packed attention does not support {what}")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, packed, scaling, sliding_window, softcap)[None], None
+
+
+def enable_packed_attention(model: nn.Module, name: str = NAME) -> None:
+    """Switch one transformers model to packed attention (or to another registered implementation `name`).
+
+    Raises ValueError for a model whose attention cannot be replaced.
+    """
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ValueError(f"{type(model).__name__} does not take its attention from transformers' attention interface, "
+                         "so sequences cannot be packed: choose a model that does")
+
+
+AttentionInterface.register(NAME, packed_attention)

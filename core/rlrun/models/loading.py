@@ -1,0 +1,137 @@
+"""Models and tokenizers from folders, and back: the layout of save_pretrained, with a value head beside it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlrun.models.policy import PolicyModel, check_logits
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+VALUE_HEAD = "value_head.safetensors"
+_NOISE = re.compile(r"drop(out)?(_|$)|pdrop|layerdrop|router_jitter_noise")
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """A folder's model config, with dropout and router noise set to 0: log-probabilities must not be random in RL."""
+    from transformers import AutoConfig
+
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{path} is not a model folder: it has no config.json")
+    config = AutoConfig.from_pretrained(path)
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        noisy = {k: v for k, v in part.to_dict().items() if _NOISE.search(k) and isinstance(v, float) and v > 0}
+        for key in noisy:
+            setattr(part, key, 0.0)
+        if noisy:
+            log.warning("%s: set to 0 for training: %s", path, ", ".join(f"{k}={v}" for k, v in noisy.items()))
+    return config
+
+
+def load_policy(path: str, head: Literal["lm", "value"], dtype: torch.dtype, seed: int = 0) -> PolicyModel:
+    """The model of a folder on the CPU, its parameters in `dtype`.
+
+    A value model comes from a folder that `export` wrote, or from any causal language model with a fresh head drawn
+    from `seed`. Raises ValueError where weights are missing or the architecture is not supported.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM if head == "lm" else AutoModel
+    model, info = auto.from_pretrained(path, config=load_config(path), dtype=dtype, output_loading_info=True)
+    if info["missing_keys"] or info["mismatched_keys"]:
+        raise ValueError(f"{path}: weights missing or of another shape: "
+                         f"{sorted([*info['missing_keys'], *map(str, info['mismatched_keys'])])[:5]}")
+    policy = PolicyModel(model.eval(), head).eval()
+    if head == "lm":
+        check_logits(policy)
+    elif (Path(path) / VALUE_HEAD).is_file():
+        policy.value_head.load_state_dict(load_file(Path(path) / VALUE_HEAD))
+    else:
+        policy.init_value_head(seed)
+    return policy
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """A folder's tokenizer, with its chat template."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def parameter_count(path: str) -> int:
+    """Parameters of a folder's causal language model, tied ones once, without loading weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(path))
+        model.tie_weights()
+    return sum(p.numel() for p in model.parameters())
+
+
+def eos_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All ids that end a sequence: those of generation_config.json, config.json and the tokenizer, each once."""
+    from transformers import AutoConfig, GenerationConfig
+
+    sources = [AutoConfig.from_pretrained(path).get_text_config().eos_token_id, tokenizer.eos_token_id]
+    if (Path(path) / "generation_config.json").is_file():
+        sources.insert(0, GenerationConfig.from_pretrained(path).eos_token_id)
+    flat = [i for ids in sources if ids is not None for i in (ids if isinstance(ids, list) else [ids])]
+    return tuple(dict.fromkeys(flat))
+
+
+def saved_weights(policy: PolicyModel, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names and shapes that save_pretrained writes, and value_head.*.
+
+    `full` makes a whole tensor of a parameter, in the dtype to write. It is called in the same order on every rank, on
+    one at a time, or on those of a layer where an architecture's files differ from its modules (fused experts).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = policy.model
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    state = [(name, x) for name, x in model.state_dict(keep_vars=True).items() if name not in tied]
+    converted = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    if not converted:
+        yield from ((name, full(x)) for name, x in state)
+    else:
+        for _, layer in groupby(state, key=lambda item: re.split(r"(\.\d+\.)", item[0])[:2]):
+            yield from revert_weight_conversion(model, {name: full(x) for name, x in layer}).items()
+    if policy.head == "value":
+        yield from ((f"value_head.{name}", full(x)) for name, x in policy.value_head.named_parameters())
+
+
+def export(weights: Iterable[tuple[str, Tensor]], directory: Path, source: str, tokenizer: str) -> None:
+    """Write a folder that from_pretrained loads: weights in the dtype they come in, which config.json names, config and
+    generation config of folder `source`, the tokenizer of folder `tokenizer` with its chat template.
+
+    Takes all of `weights` into memory first, so that ranks which gather them are not left waiting where writing fails.
+    """
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoConfig
+
+    state = {name: tensor.cpu() for name, tensor in weights}
+    head = {name.removeprefix("value_head."): state.pop(name) for name in list(state) if name.startswith("value_head.")}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(state, directory, filename_pattern="model{suffix}.safetensors")
+    if head:
+        save_file(head, directory / VALUE_HEAD)
+    config = AutoConfig.from_pretrained(source)
+    config.dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+    if (Path(source) / "generation_config.json").is_file():
+        shutil.copy(Path(source) / "generation_config.json", directory)
+    load_tokenizer(tokenizer).save_pretrained(directory)

@@ -1,0 +1,123 @@
+"""PolicyModel: the root module of every role. Packed ids in; log-probabilities, entropies and values out."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlrun.models.attention import Packed, enable_packed_attention
+from rlrun.models.log_probs import chosen_log_probs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rlrun.workers.protocol import SequenceParallel
+
+OUTPUTS = {"lm": frozenset({"log_probs", "entropy"}), "value": frozenset({"values"})}
+"""What a model with each kind of head computes."""
+
+
+class PolicyModel(nn.Module):
+    """A causal language model with its own head ("lm"), or its backbone with a scalar head ("value").
+
+    The step from hidden states to log-probabilities is inside, because the weights of a sharded output layer exist only
+    during this module's forward.
+    """
+
+    def __init__(self, model: PreTrainedModel, head: Literal["lm", "value"]) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        self.sequence_parallel: SequenceParallel | None = None
+        """Set by the backend where `patch_attention` answered."""
+        self.config = model.config.get_text_config()
+        self.scale, self.softcap = logit_transform(self.config)
+        if head == "value":
+            self.value_head = nn.Linear(self.config.hidden_size, 1, device=model.device, dtype=model.dtype)
+        enable_packed_attention(model)
+
+    def init_value_head(self, seed: int) -> None:
+        """Fresh, small weights, the same on every rank: values start near 0."""
+        std = 1 / (self.config.hidden_size + 1)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(self.value_head.weight.shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            self.value_head.weight.copy_(drawn * std)
+            self.value_head.bias.zero_()
+
+    def forward(
+        self,
+        ids: Tensor,
+        cu_seqlens: Tensor,
+        position_ids: Tensor,
+        loss_mask: Tensor,
+        want: AbstractSet[str],
+        temperature: float = 1.0,
+    ) -> dict[str, Tensor]:
+        """Columns [T] of a packed row: `log_probs` and `entropy` of ids[t] given ids[<t] at `temperature`, `values` of
+        the state before token t. They are computed where `loss_mask` [T] is set and 0 elsewhere.
+
+        `ids` and `position_ids` [T], `cu_seqlens` [S+1]. Raises ValueError for an output that this head does not have.
+        """
+        if not want <= OUTPUTS[self.head]:
+            raise ValueError(f"a model with head {self.head!r} has outputs {sorted(OUTPUTS[self.head])}, not {sorted(want)}")
+        sp = self.sequence_parallel
+        # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
+        rows = (ids, position_ids, ids.roll(-1), loss_mask.roll(-1))
+        local_ids, positions, targets, mask = rows if sp is None else map(sp.shard, rows)
+        hidden = self.model.base_model(
+            input_ids=local_ids[None], position_ids=positions[None], use_cache=False,
+            packed=Packed.of(cu_seqlens, ids.device),
+        ).last_hidden_state[0]
+        chosen = mask.nonzero()[:, 0]
+        outputs = {}
+        for name, values in self._head(hidden.index_select(0, chosen), targets[chosen], want, temperature).items():
+            column = values.new_zeros(mask.shape[0]).index_put((chosen,), values)
+            column = column if sp is None else sp.gather(column, ids.shape[0])
+            outputs[name] = column.roll(1)
+        return outputs
+
+    def _head(self, hidden: Tensor, targets: Tensor, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
+        if self.head == "value":
+            return {"values": self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]}
+        layer = self.model.get_output_embeddings()
+        log_probs, entropy = chosen_log_probs(hidden, layer.weight, layer.bias, targets, temperature, self.scale,
+                                              self.softcap, entropy="entropy" in want)
+        outputs = {"log_probs": log_probs, "entropy": entropy}
+        return {name: x for name, x in outputs.items() if name in want and x is not None}
+
+
+def logit_transform(config: Any) -> tuple[float, float | None]:
+    """Factor and soft cap that a model's own forward applies to its logits (cohere, granite, gemma2, ...)."""
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    return float(scale), getattr(config, "final_logit_softcapping", None)
+
+
+@torch.no_grad()
+def check_logits(policy: PolicyModel) -> None:
+    """Compare the log-probabilities of two tokens with the model's own logits.
+
+    Raises ValueError where the model does something between hidden states and logits that PolicyModel does not know.
+    """
+    device = policy.model.device
+    ids, both = torch.tensor([0, 1], device=device), torch.tensor([0, 2], device=device)
+    seen: list[Tensor] = []
+    hook = policy.model.base_model.register_forward_hook(lambda *call: seen.append(call[2].last_hidden_state[0]))
+    try:
+        positions = torch.arange(2, device=device)[None]
+        own = policy.model(
+            input_ids=ids[None], position_ids=positions, use_cache=False, packed=Packed.of(both)
+        ).logits[0]
+    finally:
+        hook.remove()
+    wide = torch.promote_types(own.dtype, torch.float32)
+    expected = own.to(wide).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    found = policy._head(seen[0], ids, {"log_probs"}, 1.0)["log_probs"]
+    tolerance = 1e-4 if own.dtype in (torch.float32, torch.float64) else 5e-2
+    if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
+        raise ValueError(
+            f"{type(policy.model).__name__} computes logits in a way that is not supported: log-probabilities of two tokens "
+            f"are {expected.tolist()}, but {found.tolist()} from its hidden states and output layer")
