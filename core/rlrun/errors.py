@@ -43,3 +43,17 @@ class ResourceError(RunError):
     """What the run asks for is not there: devices, memory, disk, a cluster."""
 
     code = ExitCode.RESOURCES
+
+
+class RankError(RunError):
+    """A rank failed, died or hung; the message holds its traceback or stacks. `cause` is the rank's own exception."""
+
+    def __init__(self, message: str, hint: str | None = None, cause: Exception | None = None) -> None:
+        super().__init__(message, hint)
+        self.cause = cause
+
+
+class Terminated(RunError):
+    """SIGTERM arrived; the state was saved."""
+
+    code = ExitCode.TERMINATED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,14 +36,38 @@ class WorkerGroup:
     def __init__(self, ranks: Ranks, layout: Layout) -> None:
         self.ranks = ranks
         self.layout = layout
+        self.roles: dict[str, RoleRequest] = {}
+        self.awake = False
+        self.version = -1
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; results by rank."""
         results = dict(self.ranks.run(method, [args] * self.ranks.count))
         return [results[rank] for rank in range(self.ranks.count)]
 
-    def build(self, role: str, request: RoleRequest, total_updates: int | None, want: frozenset[str]) -> None:
+    def build(self, role: str, request: RoleRequest, total_updates: int, want: frozenset[str]) -> None:
+        """Make a role's model, in the place of one of that name."""
         self.call("build", role, request, self.layout, total_updates, want)
+        self.roles[role] = request
+
+    def keep(self, roles: Iterable[str]) -> None:
+        """Drop all roles but these."""
+        for role in set(self.roles) - set(roles):
+            self.call("drop", role)
+            del self.roles[role]
+
+    def sync(self, version: int) -> None:
+        """Wake the engines and give them the actor's weights, unless they have this version and are awake."""
+        if not self.awake or self.version != version:
+            self.version = -1
+            self.call("sync_weights", version)
+            self.awake, self.version = True, version
+
+    def sleep(self) -> None:
+        """Take the device's memory back from the engines; the next `sync` wakes them."""
+        if self.awake:
+            self.call("sleep_engine")
+            self.awake = False
 
     def forward(self, role: str, batch: Batch, want: AbstractSet[str], atom: Atom = "sequence") -> dict[str, Tensor]:
         """Per-token columns [T] of a role's model, in the batch's order."""

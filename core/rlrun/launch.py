@@ -1,0 +1,243 @@
+"""From a configuration to a trained run: the run folder, the ranks, the data, and an orderly end whatever happens."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rlrun.checkpoint import Checkpoint, Checkpoints, find
+from rlrun.collector import AnswerCollector, Collector, Generator, RolloutCollector
+from rlrun.config.load import changes, save_resolved, to_values
+from rlrun.config.validate import validate_resolved
+from rlrun.data.prompts import load_data
+from rlrun.data.sampler import Sampler
+from rlrun.errors import ConfigError, ExitCode, RankError, RunError
+from rlrun.models.loading import eos_ids, load_tokenizer
+from rlrun.rewards.pool import RewardPool
+from rlrun.trackers.jsonl import Jsonl, cut_back
+from rlrun.trainer import Trainer
+from rlrun.workers.group import Ranks, WorkerGroup
+from rlrun.workers.protocol import Layout
+
+if TYPE_CHECKING:
+    from rlrun.algorithms.base import Algorithm
+    from rlrun.config.schema import Config, StageConfig
+    from rlrun.plugins import Plugins
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, plugins: Plugins, resume: str = "auto") -> int:
+    """Train, from the start or from the run folder's last checkpoint. Returns the exit code; errors are raised."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    validate_resolved(config, plugins)
+    directory = Path(config.run.dir) / config.run.name
+    with Lock(directory):
+        checkpoint = resume_point(config, directory, resume)
+        if checkpoint and checkpoint.state["done"] and not _has_more(directory, config):
+            print(f"{directory} is done: {checkpoint.step} steps, last checkpoint {checkpoint.path}", file=sys.stderr)
+            return ExitCode.OK
+        session = Run(config, plugins, directory, checkpoint.step if checkpoint else 0)
+        try:
+            session.start()
+            Trainer(session).train(checkpoint)
+        finally:
+            session.close()
+    return ExitCode.OK
+
+
+def _has_more(directory: Path, config: Config) -> bool:
+    """Whether a run that had come to its end was given more steps since."""
+    return any(key.startswith("stages") for key in changes(directory / "config.yaml", config))
+
+
+class Lock:
+    """Keeps a run folder to one process. The system lets go of it however that process ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __enter__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.file = (self.directory / "lock").open("w")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{self.directory} is in use by another process", "give this run another run.name") from None
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+def resume_point(config: Config, directory: Path, resume: str) -> Checkpoint | None:
+    """The checkpoint to go on from; prepares the folder so that nothing in it is from later. None: start anew."""
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+    if resume == "never" and (directory / "config.yaml").exists():
+        raise ConfigError(f"--resume never, but {directory} holds a run", "give this run another run.name, or remove the folder")
+    checkpoint = checkpoints.latest() if resume in ("auto", "never") else find(resume)
+    saved = directory / "config.yaml"
+    if checkpoint and saved.exists():
+        for key, (old, new) in changes(saved, config).items():
+            print(f"resuming with {key}: {new!r} (was {old!r})", file=sys.stderr)
+    checkpoints.remove_partial()
+    if checkpoint and checkpoint.path.resolve().parent == checkpoints.directory.resolve():
+        for later in checkpoints.list():
+            if later.step > checkpoint.step:
+                later.path.rename(later.path.with_name(f"superseded-{later.path.name}"))
+    step = checkpoint.step if checkpoint else -1
+    cut_back(directory / "metrics.jsonl", step)
+    for dump in (directory / "rollouts").glob("*.jsonl"):
+        if int(dump.stem.rpartition("_")[2]) > step:
+            dump.unlink()
+    return checkpoint
+
+
+class Run:
+    """What a training run has at hand: folder, plugins, ranks, data, rewards, trackers."""
+
+    def __init__(self, config: Config, plugins: Plugins, directory: Path, resumed_step: int) -> None:
+        self.config = config
+        self.plugins = plugins
+        self.directory = directory
+        self.resumed_step = resumed_step
+        self.stopping = False
+        self.checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+        self.trackers: list[Any] = []
+        self._ranks: Ranks | None = None
+        self._pool: RewardPool | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def start(self) -> None:
+        """Load the data, start ranks and engines, write down what runs. Raises before any model is loaded where it can."""
+        config, plugins = self.config, self.plugins
+        save_resolved(config, self.directory / "config.yaml")
+        (self.directory / "plugins.json").write_text(json.dumps(plugins.manifest(), indent=1))
+        plugins.copy_files_to(self.directory)
+        self.tokenizer = load_tokenizer(config)
+        data = load_data(config.data, self.tokenizer, plugins)
+        for line in data.notices:
+            log.info(line)
+        self.validation = data.validation
+        self.sampler = Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
+        self.total_steps = sum(self.stage_steps(stage) for stage in config.stages)
+        online = any(plugins.resolve("algorithm", stage.algorithm.name).online for stage in config.stages)
+        if online or self.validation:
+            self._pool = RewardPool(config.reward, plugins.provided("reward"), plugins.files())
+        self._ranks = start_ranks(config, plugins)
+        for number in (signal.SIGTERM,):  # after Ray, which sets handlers of its own
+            self._handlers[number] = signal.signal(number, self._stop)
+        self.workers = WorkerGroup(self._ranks, layout(config, plugins))
+        if self._pool is not None:
+            self.workers.call("start_engine")
+            self.generator = Generator(config, self.workers, self._pool, self.tokenizer, eos_ids(config, self.tokenizer))
+        self.trackers = [Jsonl(self.directory, self.total_steps, self.resumed_step)]
+        for name in config.trainer.trackers:
+            self.trackers.append(plugins.resolve("tracker", name)(self.directory, self.total_steps, self.resumed_step))
+
+    def stage_steps(self, stage: StageConfig) -> int:
+        """Steps of a stage, also where it is given in epochs."""
+        if stage.steps is not None:
+            return stage.steps
+        assert stage.epochs is not None
+        steps = stage.epochs * self.sampler.draws_per_epoch // stage.algorithm.prompts_per_step
+        if not steps:
+            raise ConfigError(f"stages: {stage.epochs} epochs of {self.sampler.draws_per_epoch} prompts do not fill one step of "
+                              f"algorithm.prompts_per_step = {stage.algorithm.prompts_per_step}")
+        return steps
+
+    def algorithm(self, stage: StageConfig) -> Algorithm:
+        algorithm: Algorithm = self.plugins.resolve("algorithm", stage.algorithm.name)(self.config, stage)
+        return algorithm
+
+    def collector(self, stage: StageConfig, algorithm: Algorithm) -> Collector:
+        if algorithm.online:
+            return RolloutCollector(self.config, stage, self.sampler, self.generator, algorithm)
+        return AnswerCollector(self.config, stage, self.sampler, self.tokenizer)
+
+    def policy_path(self, checkpoint: str | None) -> str:
+        """Folder of the policy that a stage begins with."""
+        if checkpoint is None:
+            return self.config.model.path
+        path = self.checkpoints.directory / checkpoint / "hf"
+        if not path.is_dir():
+            raise RunError(f"{path} is needed by this stage, but was not saved", "add hf_model to checkpoint.save_contents")
+        return str(path)
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save every trainable role and the trainer's state. Raises OSError where the disk is full, on whichever rank."""
+        contents = self.config.checkpoint.save_contents
+
+        def write(directory: Path) -> None:
+            for role, request in self.workers.roles.items():
+                if request.trainable:
+                    parts = contents if role == "actor" else [c for c in contents if c != "hf_model"]
+                    self.workers.save(role, directory / role, parts)
+
+        latest = self.checkpoints.latest()
+        if latest and latest.step == state["step"]:
+            return
+        try:
+            self.checkpoints.save(state["step"], dict(state), write, {state["stage_start"]})
+        except RankError as error:
+            if isinstance(error.cause, OSError):
+                raise error.cause from error
+            raise
+
+    def track(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(dict(metrics), step)
+
+    def phase(self, name: str) -> None:
+        """Say what the run is doing now, to trackers that show it."""
+        for tracker in self.trackers:
+            show = getattr(tracker, "phase", None)
+            if show is not None:
+                show(name)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        log.warning("signal %d: saving and ending", number)
+        self.stopping = True
+
+    def close(self) -> None:
+        """End ranks, scoring processes and trackers; called on every way out."""
+        for tracker in self.trackers:
+            tracker.close()
+        if self._pool is not None:
+            self._pool.close()
+        if self._ranks is not None:
+            self._ranks.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+def layout(config: Config, plugins: Plugins) -> Layout:
+    """How the ranks share the work, as the backend says."""
+    result: Layout = plugins.resolve("backend", config.actor.backend).layout(config, config.resources.train_ranks, 1)
+    return result
+
+
+def start_ranks(config: Config, plugins: Plugins) -> Ranks:
+    """Start the ranks, on Ray or here, and connect them."""
+    values = to_values(config)
+    if config.resources.launcher == "local":
+        import torch
+
+        from rlrun.workers.local import LocalRanks
+        from rlrun.workers.rank import Rank
+
+        wanted = config.resources.device
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+        rank = Rank(0, 1, device, values, plugins.recipe(), plugins.manifest())
+        return LocalRanks(rank, config.trainer.phase_timeout_s)
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    from rlrun.workers.ray_ranks import RayRanks
+
+    return RayRanks(config, values, plugins)

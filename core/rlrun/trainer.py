@@ -1,0 +1,227 @@
+"""The training loop: stages of steps, each step from prompts to a new policy."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlrun.batch import Batch
+from rlrun.errors import RunError, Terminated
+from rlrun.hookspecs import Step
+from rlrun.metrics import Value, data_metrics, merge, performance_metrics, results, timing_metrics, validation_metrics
+from rlrun.workers.protocol import RoleRequest
+
+if TYPE_CHECKING:
+    from rlrun.algorithms.base import Algorithm
+    from rlrun.checkpoint import Checkpoint
+    from rlrun.collector import Collector
+    from rlrun.config.schema import StageConfig
+    from rlrun.launch import Run
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains the stages of a run on its ranks. State that outlives a step is in `state()` and the roles' checkpoints."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.config = run.config
+        self.step = 0
+        """Steps done, over all stages."""
+        self.stage = 0
+        self.stage_step = 0
+        self.stage_start: str | None = None
+        """Name of the checkpoint that the stage began with; None: the model of the configuration."""
+        self.counters = {"checkpoint/failures": 0, "training/skipped_steps": 0, "training/skipped_updates": 0}
+        self.skipped_in_a_row = 0
+        self.timings: dict[str, float] = {}
+
+    def train(self, resumed: Checkpoint | None) -> None:
+        """Run all stages to their end, from a checkpoint where there is one."""
+        state = resumed.state if resumed else None
+        if state:
+            self.step, self.stage, self.stage_step = state["step"], state["stage"], state["stage_step"]
+            self.stage_start, self.counters = state["stage_start"], {**self.counters, **state["counters"]}
+            self.run.sampler.load_state_dict(state["sampler"])
+        for index in range(self.stage, len(self.config.stages)):
+            if state is None or index > self.stage:
+                self.stage, self.stage_step, state = index, 0, None
+            self._train_stage(self.config.stages[index], state, resumed)
+            state, resumed = None, self.run.checkpoints.latest()
+
+    def _train_stage(self, stage: StageConfig, state: dict[str, Any] | None, start: Checkpoint | None) -> None:
+        total = self.total = self.run.stage_steps(stage)
+        if self.stage_step >= total:
+            return
+        algorithm, collector = self._begin(stage, total, state, start)
+        if not self.step and self.config.validation.at_start:
+            self.run.track(self.step, self._validate(force=True))
+        while self.stage_step < total:
+            self._boundary = self.state(algorithm)
+            self.timings = {}
+            began = time.perf_counter()
+            metrics = self._step(stage, algorithm, collector)
+            self.step, self.stage_step = self.step + 1, self.stage_step + 1
+            last = self.stage_step == total
+            self.timings["step"] = time.perf_counter() - began
+            validation = self._validate(last and self.config.validation.at_end)
+            every = self.config.checkpoint.every
+            if last or self.run.stopping or (every and self.step % every == 0):
+                self._save(self.state(algorithm), final=last)
+            self.run.track(self.step, {**metrics, **validation, **self._standing(stage), **timing_metrics(self.timings)})
+            if self.run.stopping and not (last and self.stage == len(self.config.stages) - 1):
+                raise Terminated(f"stopped by a signal after step {self.step}; the same command goes on from there")
+
+    def _begin(
+        self, stage: StageConfig, total: int, state: dict[str, Any] | None, start: Checkpoint | None
+    ) -> tuple[Algorithm, Collector]:
+        """Place the stage's models, and give them their weights: the checkpoint's, or the model's."""
+        if state is None:
+            self.stage_start = start.path.name if start else None
+        algorithm = self.run.algorithm(stage)
+        per_step = stage.algorithm.prompts_per_step // (stage.algorithm.prompts_per_update or stage.algorithm.prompts_per_step)
+        updates = total * per_step * stage.algorithm.epochs_per_step
+        config = self.config
+        actor = RoleRequest(True, config.model.path, config.model.dtype, optim=stage.optim or config.actor.optim)
+        requests = {"actor": actor, **algorithm.roles()}
+        self.run.workers.keep(requests)
+        for role, request in requests.items():
+            path = request.path or self.run.policy_path(self.stage_start)
+            self.run.workers.build(role, replace(request, path=path), updates, algorithm.wants().get(role, frozenset({"log_probs"})))
+            if start and state and request.trainable:
+                self.run.workers.load(role, start.path / role, config.checkpoint.load_contents)
+            elif start and role == "actor":
+                self.run.workers.load(role, start.path / role, ["model"])
+        if state:
+            algorithm.load_state_dict(state["algorithm"])
+        return algorithm, self.run.collector(stage, algorithm)
+
+    def _step(self, stage: StageConfig, algorithm: Algorithm, collector: Collector) -> dict[str, float]:
+        if algorithm.online:
+            with self._phase("update_weights"):
+                self.run.workers.sync(self.step)
+        with self._phase("gen"):
+            batch, collected = collector.next(self.step)
+        self.run.workers.sleep()
+        self._maybe_stop()
+        if batch is None:
+            self.counters["training/skipped_steps"] += 1
+            log.warning("step %d: nothing to train on, skipped", self.step)
+            return results(collected)
+        parts = [collected, self._score(stage, algorithm, batch)]
+        losses = algorithm.losses(self.stage_step)
+        for _ in range(stage.algorithm.epochs_per_step):
+            for mini in self._mini_batches(batch, stage):
+                denominators = mini.denominators()
+                for role, loss in losses.items():
+                    with self._phase(f"update_{role}"):
+                        update = self.run.workers.update(role, mini, loss, denominators, algorithm.atom)
+                    self._count_skips(update)
+                    parts.append(_prefixed(role, update))
+                batch.tokens.pop("gap_mask", None)  # from the second update on, the trainer's policy has moved
+        parts += [self.run.workers.memory(), data_metrics(batch, self.config.rollout.max_new_tokens, self.config.data.max_prompt_tokens)]
+        metrics = {**results(merge(parts)), **performance_metrics(batch, self.timings, self.config.resources.train_ranks)}
+        self._dump(collector.records(), f"step_{self.step + 1:06d}", self.config.trainer.dump_rollouts_every)
+        extra = self.run.plugins.compute_metrics(Step(self.step + 1, self.stage, self.config, batch, metrics))
+        return {**metrics, **extra}
+
+    def _score(self, stage: StageConfig, algorithm: Algorithm, batch: Batch) -> dict[str, Value]:
+        """Add every column that the losses read, from reference, critic, old policy and algorithm, in that order."""
+        workers, options = self.run.workers, stage.algorithm
+        updates = options.epochs_per_step * -(-options.prompts_per_step // (options.prompts_per_update or options.prompts_per_step))
+        passes = [("ref", "log_probs", "ref_log_probs", "ref" in workers.roles), ("critic", "values", "values", "critic" in workers.roles),
+                  ("actor", "log_probs", "log_probs", algorithm.online and (updates > 1 or algorithm.needs_old_log_probs))]
+        for role, output, column, needed in passes:
+            if needed:
+                with self._phase({"ref": "ref", "critic": "values", "actor": "old_log_prob"}[role]):
+                    batch.tokens[column] = workers.forward(role, batch, {output}, algorithm.atom)[output]
+        self._maybe_stop()
+        with self._phase("adv"):
+            scored = algorithm.score(batch, workers)
+            return merge([scored, algorithm.advantages(batch)])
+
+    def _mini_batches(self, batch: Batch, stage: StageConfig) -> Iterator[Batch]:
+        """Mini-batches of whole prompt groups, in the batch's order."""
+        groups = batch.atoms("group")
+        size = stage.algorithm.prompts_per_update or stage.algorithm.prompts_per_step
+        for start in range(0, len(groups), size):
+            yield batch.select([row for rows in groups[start : start + size] for row in rows])
+
+    def _validate(self, force: bool) -> dict[str, float]:
+        v = self.config.validation
+        if not self.run.validation or not (force or (v.every and self.step % v.every == 0)):
+            return {}
+        self.run.workers.sync(self.step)
+        with self._phase("testing"):
+            rows = [(i, s) for i, s in enumerate(self.run.validation) for _ in range(v.samples_per_prompt)]
+            keys = [f"validation|{s.uid}|{n}" for s in self.run.validation for n in range(v.samples_per_prompt)]
+            rollouts = self.run.generator.run(rows, keys, self.run.generator.params(v.temperature, v.top_p, 0))
+        self._dump(rollouts.records(), f"validation_{self.step:06d}", 1)
+        return validation_metrics(
+            [s.data_source for s in rollouts.samples], rollouts.groups,
+            [{"reward": s.reward, "acc": s.correct, "pred": s.pred} for s in rollouts.scores],
+        )
+
+    def _save(self, state: dict[str, Any], final: bool) -> None:
+        """Save all trainable roles. A full disk is counted and survived, except where the next stage needs the result."""
+        try:
+            with self._phase("save_checkpoint"):
+                self.run.save(state)
+        except OSError as error:
+            self.counters["checkpoint/failures"] += 1
+            if final:
+                raise RunError(f"the last checkpoint of stage {self.stage} could not be written: {error}") from error
+            log.error("checkpoint of step %d failed, training goes on: %s", self.step, error)
+
+    def state(self, algorithm: Algorithm) -> dict[str, Any]:
+        """All that the driver must know to go on from here, JSON-able."""
+        done = self.stage == len(self.config.stages) - 1 and self.stage_step == self.total
+        return {"done": done, "step": self.step, "stage": self.stage, "stage_step": self.stage_step, "stage_start": self.stage_start,
+                "counters": dict(self.counters), "sampler": self.run.sampler.state_dict(), "algorithm": algorithm.state_dict()}
+
+    def _standing(self, stage: StageConfig) -> dict[str, float]:
+        return {"training/global_step": self.step, "training/stage": self.stage, "training/epoch": self.run.sampler.epoch,
+                **self.counters}
+
+    def _maybe_stop(self) -> None:
+        """After a signal, end before the step changes any model: state and weights are still those of the last step."""
+        if self.run.stopping:
+            if self._boundary["step"]:
+                self._save(self._boundary, final=False)
+            raise Terminated(f"stopped by a signal in step {self.step + 1}; the same command goes on after step {self.step}")
+
+    def _count_skips(self, update: dict[str, Value]) -> None:
+        skipped = update["skipped"].total > 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.counters["training/skipped_updates"] += skipped
+        if self.skipped_in_a_row >= self.config.trainer.max_skipped_updates:
+            raise RunError(f"{self.skipped_in_a_row} updates in a row had a non-finite gradient "
+                           "(trainer.max_skipped_updates); the last checkpoint is from before them or unaffected by them")
+
+    def _dump(self, records: Sequence[dict[str, Any]], name: str, every: int) -> None:
+        if records and every and (every == 1 or (self.step + 1) % every == 0):
+            path = Path(self.run.directory) / "rollouts" / f"{name}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps(record, default=str) + "\n" for record in records))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        self.run.phase(name)
+        yield
+        self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
+
+
+def _prefixed(role: str, update: dict[str, Value]) -> dict[str, Value]:
+    """What an update says of itself, under its role's name, as means over a step's updates."""
+    own = ("grad_norm", "lr", "skipped")
+    return {f"{role}/{k}" if k in own else k: Value(v.total, 1.0) if k in own else v for k, v in update.items()}

@@ -1,0 +1,149 @@
+"""The transformers rollout: what it draws, with which probability, and where it ends."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlrun.models.tiny import save_tiny
+from rlrun.rollout.hf import HfRollout, draw, position_ids, uniforms
+from rlrun.rollout.protocol import Request, SamplingParams
+
+
+def engine(tmp_path, kind="llama", max_sequences=64, **sizes):
+    model = save_tiny(tmp_path / kind, kind, seed=3, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                      num_attention_heads=2, **sizes)
+    config = SimpleNamespace(model=SimpleNamespace(path=str(tmp_path / kind), tokenizer=None, dtype="float32"),
+                             rollout=SimpleNamespace(max_sequences=max_sequences))
+    rollout = HfRollout(config, torch.device("cpu"), 0)
+    rollout.load_weights(model.state_dict().items(), 7)
+    return rollout, model
+
+
+PROMPTS = [(5, 6, 7, 8, 9), (40,), (5, 6, 7, 8, 9), (100, 30, 12)]
+
+
+def requests(prompts=PROMPTS):
+    return [Request(i, p, f"key{i}") for i, p in enumerate(prompts)]
+
+
+def params(**changes):
+    return SamplingParams(**{"temperature": 1.0, "max_new_tokens": 6, "eos_ids": (1,), "seed": 0, **changes})
+
+
+def reference_log_probs(model, prompt, ids, temperature):
+    logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_log_probs_are_those_of_the_sampling_distribution(tmp_path, kind, temperature):
+    """Cases 28 and 29: every log-prob equals an unpadded forward's at the same temperature, and not at another one."""
+    rollout, model = engine(tmp_path, kind)
+    for completion in rollout.generate(requests(), params(temperature=temperature)):
+        prompt = PROMPTS[completion.index]
+        expected = reference_log_probs(model, prompt, completion.ids, temperature)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=0)
+        if temperature != 1:
+            assert (torch.tensor(completion.log_probs) - reference_log_probs(model, prompt, completion.ids, 1)).abs().max() > 1e-3
+        assert completion.policy_version == 7
+
+
+def test_position_ids_ignore_padding():
+    """Case 28: positions start at 0 at the first real token."""
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    assert position_ids(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+
+
+def test_what_is_drawn_depends_on_the_key_alone(tmp_path):
+    """Case 17b: not on the order of requests, the batch's size, or the company; another seed draws other samples."""
+    rollout, _ = engine(tmp_path)
+    alone = {r.index: rollout.generate([r], params())[0].ids for r in requests()}
+    together = {c.index: c.ids for c in rollout.generate(requests()[::-1], params())}
+    rollout.max_sequences = 2
+    in_pairs = {c.index: c.ids for c in rollout.generate(requests(), params())}
+    assert alone == together == in_pairs
+    assert alone[0] != alone[2], "samples of one prompt differ by their key"
+    assert {c.index: c.ids for c in rollout.generate(requests(), params(seed=1))} != alone
+
+
+def test_draws_follow_the_distribution():
+    """Frequencies of 40,000 draws at T = 0.5 within four standard errors; a token of probability 0 never."""
+    logits = torch.tensor([[2.0, 0.0, -1.0, -torch.inf]])
+    n = 40_000
+    noise = uniforms([f"k{i}" for i in range(n)], params(max_new_tokens=1), torch.device("cpu"))[:, 0]
+    tokens, log_probs = draw(logits.expand(n, -1), noise, params(temperature=0.5))
+    p = (logits[0] / 0.5).softmax(-1)
+    frequency = torch.bincount(tokens, minlength=4) / n
+    assert ((frequency - p).abs() <= 4 * (p * (1 - p) / n).sqrt()).all()
+    torch.testing.assert_close(log_probs, p.log()[tokens])
+    extreme, _ = draw(logits.expand(2, -1), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), params())
+    assert extreme.tolist() == [0, 2]
+
+
+def test_top_k_and_top_p():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[None]
+    noise = torch.linspace(0, 1 - 1e-9, 1000, dtype=torch.float64)
+    for changes, expected in ((dict(top_k=2), [0.625, 0.375, 0, 0]), (dict(top_p=0.79), [0.625, 0.375, 0, 0]),
+                              (dict(top_p=0.81), [0.5263, 0.3158, 0.1579, 0])):
+        tokens, log_probs = draw(logits.expand(1000, -1), noise, params(**changes))
+        assert torch.bincount(tokens, minlength=4).div(1000).tolist() == pytest.approx(expected, abs=2e-3)
+        assert log_probs[0].exp().item() == pytest.approx(expected[0], abs=1e-4)
+
+
+def test_greedy_is_argmax_and_repeats(tmp_path):
+    """Case 30: temperature 0 is greedy: finite, the same tokens twice, each the likeliest."""
+    rollout, model = engine(tmp_path)
+    first, second = (rollout.generate(requests(), params(temperature=0.0)) for _ in range(2))
+    assert [c.ids for c in first] == [c.ids for c in second]
+    for c in first:
+        assert torch.isfinite(torch.tensor(c.log_probs)).all()
+        ids = [*PROMPTS[c.index], *c.ids]
+        logits = model(torch.tensor([ids])).logits[0]
+        assert logits.argmax(-1)[len(PROMPTS[c.index]) - 1 : -1].tolist() == list(c.ids)
+
+
+def test_ends_at_any_eos_and_counts_true_lengths(tmp_path):
+    """Cases 23 and 25: every EOS id ends a completion, is its last token, and none is inside; others are cut by length."""
+    rollout, _ = engine(tmp_path)
+    free = {c.index: c for c in rollout.generate(requests(), params(eos_ids=()))}
+    assert all(c.finish_reason == "length" and len(c.ids) == 6 for c in free.values())
+    eos = (free[0].ids[2], free[1].ids[4])
+    for c in rollout.generate(requests(), params(eos_ids=eos)):
+        whole = free[c.index].ids
+        ends = [i for i, token in enumerate(whole) if token in eos]
+        assert c.ids == (whole[: ends[0] + 1] if ends else whole)
+        assert c.finish_reason == ("stop" if ends else "length")
+        assert len(c.log_probs) == len(c.ids)
+
+
+def test_stop_strings(tmp_path):
+    rollout, _ = engine(tmp_path)
+    free = rollout.generate(requests()[:1], params())[0]
+    stop = rollout.tokenizer.decode(free.ids[1:3])
+    got = rollout.generate(requests()[:1], params(stop=(stop,)))[0]
+    text = rollout.tokenizer.decode(free.ids)
+    shortest = next(n for n in range(1, 7) if stop in rollout.tokenizer.decode(free.ids[:n]))
+    assert stop in text
+    assert got.ids == free.ids[:shortest]
+    assert got.finish_reason == "stop"
+
+
+def test_unmatched_weights_raise_on_either_side(tmp_path):
+    """Cases 35 and 36: a name too many or too few raises, and the version is not counted; tied names are one."""
+    rollout, model = engine(tmp_path, tie_word_embeddings=True)
+    weights = dict(model.state_dict())
+    with pytest.raises(ValueError, match="'nonsense', which LlamaForCausalLM does not have"):
+        rollout.load_weights([*weights.items(), ("nonsense", torch.zeros(1))], 8)
+    assert rollout.policy_version == -1
+    with pytest.raises(RuntimeError, match="before any weights"):
+        rollout.generate(requests(), params())
+    untied = {k: v for k, v in weights.items() if k != "lm_head.weight"}
+    rollout.load_weights(untied.items(), 9)
+    assert rollout.policy_version == 9
+    untied.pop("model.norm.weight")
+    with pytest.raises(ValueError, match=r"did not send.*model\.norm\.weight"):
+        rollout.load_weights(untied.items(), 10)
+    assert rollout.policy_version == -1
