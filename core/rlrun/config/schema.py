@@ -1,7 +1,7 @@
 """Every key of a run's configuration: name, type, default, meaning, and the values it accepts.
 
-The dataclasses become OmegaConf structured configs, so unknown keys and wrong types fail on loading. What a single value
-may be stands here, beside the key (`opt`); what combinations of values may be stands in `validate.py`.
+The dataclasses become OmegaConf structured configs, so unknown keys and wrong types fail on loading. What a single
+value may be stands here, beside the key (`opt`); what combinations of values may be stands in `validate.py`.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class ModelConfig:
 class SourceConfig:
     kind: str = opt(MISSING, "jsonl, parquet, datasets, reasoning_gym, or a source of a listed plugin")
     path: str = opt(MISSING, "file or folder; for reasoning_gym the dataset's name")
-    name: Optional[str] = opt(None, "data_source in metrics, where rows carry none of their own; default: the path's stem")
+    name: Optional[str] = opt(None, "data_source in metrics, where rows have none; default: the path's stem")
     weight: float = opt(1.0, "share of this source among the training sources", gt=0)
     prompt_key: str = opt("prompt", "column with the prompt: a string or a list of chat messages")
     answer_key: str = opt("answer", "column with the reference answer (dots reach into nested columns)")
-    options: dict[str, Any] = opt({}, "options of the source, as its library names them (reasoning_gym: size, seed, ...)")
+    options: dict[str, Any] = opt({}, "options of the source, as its library names them (such as size, seed)")
 
 
 @dataclass
 class DataConfig:
     train: list[SourceConfig] = opt([], "training sources")
-    validation: list[SourceConfig] = opt([], "validation sources; rows with the same prompt text leave the training data")
+    validation: list[SourceConfig] = opt([], "validation sources; their prompts leave the training data")
     max_prompt_tokens: int = opt(1024, "longest prompt, after the chat template", gt=0)
     overlong_prompts: str = opt("drop", "what happens to longer ones", choices=(
         "drop", "error", "truncate_left", "truncate_right", "truncate_middle"))
@@ -112,7 +112,8 @@ class OptimConfig:
     eps: float = opt(1e-8, "AdamW's epsilon", gt=0)
     weight_decay: float = opt(0.01, "AdamW's decoupled weight decay", ge=0)
     clip_grad: float = opt(1.0, "largest norm of the full gradient; 0: no clipping", ge=0)
-    schedule: str = opt("constant", "learning rate over a stage's updates", choices=("constant", "linear", "cosine", "wsd"))
+    schedule: str = opt("constant", "learning rate over a stage's updates",
+                        choices=("constant", "linear", "cosine", "wsd"))
     warmup_steps: int = opt(0, "updates of linear warm-up", ge=0)
     decay_fraction: float = opt(0.1, "wsd: share of the updates in the final decay", gt=0, le=1)
     min_lr_ratio: float = opt(0.0, "floor of the schedule, as a share of lr", ge=0, le=1)
@@ -134,7 +135,7 @@ class RefConfig:
 
 @dataclass
 class CriticConfig:
-    path: Optional[str] = opt(None, "folder of the critic's initial model; default: the policy at the start of the stage")
+    path: Optional[str] = opt(None, "folder of the critic's initial model; default: the policy at the stage's start")
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
 
@@ -201,7 +202,8 @@ class ResourcesConfig:
     train_ranks: int = opt(1, "ranks that train, one a device", gt=0)
     rollout_ranks: int = opt(0, "ranks of their own for the engine; 0: the training ranks generate", ge=0)
     device: str = opt("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    launcher: str = opt("auto", "local runs one rank in the driver's process; auto: ray", choices=("auto", "ray", "local"))
+    launcher: str = opt("auto", "local runs one rank in the driver's process; auto: ray",
+                        choices=("auto", "ray", "local"))
     ray_address: Optional[str] = opt(None, "a running cluster; default: a local one for this run")
     threads_per_rank: int = opt(1, "CPU threads of each rank on device cpu", gt=0)
 

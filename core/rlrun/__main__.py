@@ -1,0 +1,5 @@
+"""`python -m rlrun` is `rl-run`."""
+
+from rlrun.cli import main
+
+main()

@@ -1,0 +1,179 @@
+"""What values may be, alone and together. Problems are found before any model is loaded, and told all at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from typing import Any
+
+from rlrun.config.schema import Config, OptimConfig, StageConfig
+from rlrun.errors import ConfigError
+from rlrun.plugins import Plugins
+
+_LIMITS = {
+    "gt": (lambda value, limit: value > limit, "greater than"),
+    "ge": (lambda value, limit: value >= limit, "at least"),
+    "lt": (lambda value, limit: value < limit, "less than"),
+    "le": (lambda value, limit: value <= limit, "at most"),
+}
+
+
+def validate(config: Config, plugins: Plugins) -> None:
+    """Check single values, combinations, and that every chosen name exists. Raises ConfigError with all problems.
+
+    Loads no library: what depends on the chosen classes is checked by `validate_resolved`.
+    """
+    problems = list(_single(config, ""))
+    if not problems:  # combinations of values that are wrong alone would only repeat that
+        problems = [*_names(config, plugins), *_sections(config)]
+        for i, stage in enumerate(config.stages):
+            problems += _stage(config, stage, f"stages.{i}")
+    _raise(problems)
+
+
+def validate_resolved(config: Config, plugins: Plugins) -> None:
+    """Check what depends on the chosen algorithms' classes, whose import loads torch. Raises ConfigError."""
+    problems = []
+    for i, stage in enumerate(config.stages):
+        online = plugins.resolve("algorithm", stage.algorithm.name).online
+        if online and config.reward.kind is None and not config.reward.parts:
+            problems.append(f"stages.{i}.algorithm.name {stage.algorithm.name} needs reward.kind or reward.parts")
+        prompts = stage.algorithm.prompts_per_update or stage.algorithm.prompts_per_step
+        samples, factor = (config.rollout.samples_per_prompt, " x rollout.samples_per_prompt") if online else (1, "")
+        if prompts * samples < config.resources.train_ranks:
+            problems.append(f"stages.{i}.algorithm.prompts_per_update{factor} = {prompts * samples} samples cannot be "
+                            f"shared by resources.train_ranks = {config.resources.train_ranks}")
+    _raise(problems)
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _single(section: Any, key: str) -> Iterator[str]:
+    for field in fields(section):
+        full = f"{key}.{field.name}".lstrip(".")
+        value = getattr(section, field.name)
+        for at, item in _leaves(value, full):
+            if is_dataclass(item):
+                yield from _single(item, at)
+            elif item is not None and not isinstance(item, dict):
+                yield from _value(item, field, at)
+
+
+def _leaves(value: Any, key: str) -> list[tuple[str, Any]]:
+    return [(f"{key}.{i}", item) for i, item in enumerate(value)] if isinstance(value, list) else [(key, value)]
+
+
+def _value(value: Any, field: Field[Any], key: str) -> Iterator[str]:
+    choices = field.metadata.get("choices")
+    if choices and value not in choices:
+        yield f"{key} is {value!r}; it must be one of {', '.join(choices)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{key} is {value}; it must be finite"
+        return
+    for limit, (holds, words) in _LIMITS.items():
+        if limit in field.metadata and not holds(value, field.metadata[limit]):
+            yield f"{key} is {value}; it must be {words} {field.metadata[limit]:g}"
+
+
+def _names(config: Config, plugins: Plugins) -> Iterator[str]:
+    data = {"data.train": config.data.train, "data.validation": config.data.validation}
+    chosen = [
+        ("actor.backend", "backend", config.actor.backend),
+        ("rollout.engine", "rollout", config.rollout.engine),
+        *((f"{key}.{i}.kind", "source", s.kind) for key, sources in data.items() for i, s in enumerate(sources)),
+        *((f"stages.{i}.algorithm.name", "algorithm", s.algorithm.name) for i, s in enumerate(config.stages)),
+        *((f"trainer.trackers.{i}", "tracker", name) for i, name in enumerate(config.trainer.trackers)),
+        *((f"reward.parts.{i}.kind", "reward", part.kind) for i, part in enumerate(config.reward.parts)),
+    ]
+    if config.reward.kind is not None:
+        chosen.append(("reward.kind", "reward", config.reward.kind))
+    for key, kind, name in chosen:
+        try:
+            plugins.provider(kind, name)
+        except ConfigError as error:
+            yield f"{key}: {error}" + (f" ({error.hint})" if error.hint else "")
+
+
+def _sections(config: Config) -> Iterator[str]:
+    run, data, rollout, reward = config.run, config.data, config.rollout, config.reward
+    if run.name != run.name.strip() or "/" in run.name or "\0" in run.name or run.name in ("", ".", ".."):
+        yield f"run.name is {run.name!r}; it must be the plain name of a folder inside run.dir"
+    if not data.train:
+        yield "data.train is empty; it needs at least one source"
+    if not config.stages:
+        yield "stages is empty; it needs at least one stage, such as [{algorithm: {name: grpo}, steps: 100}]"
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        yield ("rollout.top_p < 1 and rollout.top_k > 0 sample from another distribution than the trained one, and "
+               "there is no off-policy correction; leave them at 1 and 0 (validation.top_p is free)")
+    if reward.kind is not None and reward.parts:
+        yield "reward.kind and reward.parts exclude each other; put the kind among the parts"
+    if reward.kwargs and reward.kind is None:
+        yield "reward.kwargs has no effect without reward.kind; parts have kwargs of their own"
+    longest = data.max_prompt_tokens + rollout.max_new_tokens
+    if longest > config.actor.tokens_per_micro_batch:
+        yield (f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than "
+               f"actor.tokens_per_micro_batch = {config.actor.tokens_per_micro_batch}; one sequence must fit")
+    yield from _optim(config.actor.optim, "actor.optim")
+    yield from _optim(config.critic.optim, "critic.optim")
+    yield from _services(config)
+
+
+def _services(config: Config) -> Iterator[str]:
+    validation, checkpoint, resources = config.validation, config.checkpoint, config.resources
+    if validation.every and not config.data.validation:
+        yield "validation.every needs data.validation"
+    if config.data.validation and config.reward.kind is None and not config.reward.parts:
+        yield "data.validation needs reward.kind or reward.parts"
+    if validation.samples_per_prompt > 1 and validation.temperature == 0:
+        yield "validation.samples_per_prompt > 1 needs validation.temperature > 0; greedy samples are all the same"
+    state = ("model", "optimizer", "extra")
+    for key, contents, parts in (
+        ("save", checkpoint.save_contents, (*state, "hf_model")),
+        ("load", checkpoint.load_contents, state),
+    ):
+        if wrong := set(contents) - set(parts):
+            yield f"checkpoint.{key}_contents has {', '.join(sorted(wrong))}; the parts are {', '.join(parts)}"
+    if lacking := set(checkpoint.load_contents) - set(checkpoint.save_contents):
+        yield f"checkpoint.load_contents has {', '.join(sorted(lacking))}, which checkpoint.save_contents lacks"
+    if resources.launcher == "local" and resources.train_ranks != 1:
+        yield f"resources.launcher local runs one rank, but resources.train_ranks is {resources.train_ranks}"
+    if resources.launcher == "local" and resources.ray_address is not None:
+        yield "resources.ray_address has no effect with resources.launcher local"
+    if resources.rollout_ranks and config.rollout.engine == "hf":
+        yield "resources.rollout_ranks: rollout.engine hf has no ranks of its own; leave it at 0"
+    if len(set(config.trainer.trackers)) < len(config.trainer.trackers):
+        yield "trainer.trackers names one tracker twice"
+
+
+def _optim(optim: OptimConfig, key: str) -> Iterator[str]:
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"{key}.betas is {optim.betas}; it must be two numbers, at least 0 and less than 1"
+
+
+def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
+    algorithm, at = stage.algorithm, f"{key}.algorithm"
+    per_update = algorithm.prompts_per_update or algorithm.prompts_per_step
+    if (stage.steps is None) == (stage.epochs is None):
+        yield f"{key} needs exactly one of {key}.steps and {key}.epochs"
+    if algorithm.prompts_per_step % per_update:
+        yield (f"{at}.prompts_per_step = {algorithm.prompts_per_step} is not a multiple of {at}.prompts_per_update = "
+               f"{per_update}")
+    if algorithm.name in ("grpo", "rloo") and config.rollout.samples_per_prompt < 2:
+        yield f"{at}.name {algorithm.name} compares a prompt's samples: rollout.samples_per_prompt must be at least 2"
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield (f"{at}.kl_estimator k1 as a loss has an expected gradient of zero: take k2 or k3, or {at}.kl_in reward")
+    if algorithm.kl_target is not None and algorithm.kl_coef == 0:
+        yield f"{at}.kl_target needs {at}.kl_coef > 0 to start from"
+    if stage.optim is not None:
+        yield from _optim(stage.optim, f"{key}.optim")
+    if stage.steps is not None:
+        updates = stage.steps * (algorithm.prompts_per_step // per_update) * algorithm.epochs_per_step
+        where, optim = (f"{key}.optim", stage.optim) if stage.optim else ("actor.optim", config.actor.optim)
+        if optim.warmup_steps >= updates:
+            yield f"{where}.warmup_steps = {optim.warmup_steps} leaves none of the {updates} updates of {key}"
+        if algorithm.critic_warmup_steps >= stage.steps:
+            yield f"{at}.critic_warmup_steps = {algorithm.critic_warmup_steps} leaves none of the {stage.steps} steps"
