@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlrun.data.sample import Messages, Row, Sample
 
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
     from rlrun.config.schema import DataConfig, SourceConfig
     from rlrun.data.sources import Source
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,33 +25,45 @@ class Samples:
     """By source, in the order of `data.train`."""
     validation: list[Sample]
     counts: dict[str, int] = field(default_factory=dict)
-    """Rows: rows, dropped and truncated (over-long), in_validation (left the training data)."""
+    """rows read, dropped and truncated (over-long), in_validation (left the training data)."""
+
+    @property
+    def notices(self) -> list[str]:
+        """What a user should know of the data, as lines."""
+        said = {"dropped": "longer than data.max_prompt_tokens, dropped", "truncated": "longer than "
+                "data.max_prompt_tokens, truncated", "in_validation": "of training left out: also in validation"}
+        sizes = ", ".join(str(len(source)) for source in self.train)
+        return [f"{sizes} training prompts (by source), {len(self.validation)} validation prompts",
+                *(f"{self.counts[name]} prompts {text}" for name, text in said.items() if self.counts.get(name))]
 
 
-def load_samples(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, make_source: Callable[[SourceConfig], Source]
-) -> Samples:
+class Sources(Protocol):
+    """Where the classes of sources are known: `rlrun.plugins.Plugins`."""
+
+    def resolve(self, kind: str, name: str) -> Callable[[SourceConfig], Source]: ...
+
+
+def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, plugins: Sources) -> Samples:
     """Read and tokenize all sources. Raises ValueError for a bad row, or a source of which nothing is left.
 
     Training rows whose prompt text is in the validation data are left out, so validation questions are unseen.
     """
     counts: Counter[str] = Counter()
     validation = [
-        sample for config in data.validation for sample in _samples(config, data, tokenizer, make_source, counts, set())
+        sample for config in data.validation for sample in _samples(config, data, tokenizer, plugins, counts, set())
     ]
     unseen = {_text(sample.prompt) for sample in validation}
-    train = [_samples(config, data, tokenizer, make_source, counts, unseen) for config in data.train]
+    train = [_samples(config, data, tokenizer, plugins, counts, unseen) for config in data.train]
     for part, samples in (("train", [s for source in train for s in source]), ("validation", validation)):
         twice = [uid for uid, count in Counter(s.uid for s in samples).items() if count > 1]
         if twice:
-            raise ValueError(f"two sources of data.{part} both have a row {twice[0]!r}: give one of them another `name`")
-    log.info("data: %s", ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
+            raise ValueError(f"two sources of data.{part} both have a row {twice[0]!r}: give one another `name`")
     return Samples(train, validation, dict(counts))
 
 
 def _samples(
-    config: SourceConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase,
-    make_source: Callable[[SourceConfig], Source], counts: Counter[str], unseen: set[str],
+    config: SourceConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, plugins: Sources,
+    counts: Counter[str], unseen: set[str],
 ) -> list[Sample]:
     here: Counter[str] = Counter()
 
@@ -72,7 +81,7 @@ def _samples(
             ids = shortened
         yield Sample(row.uid, row.prompt, tuple(ids), row.answer, row.data_source, row.extra)
 
-    samples = [sample for row in make_source(config).rows() for sample in keep(row)]
+    samples = [sample for row in plugins.resolve("source", config.kind)(config).rows() for sample in keep(row)]
     counts.update(here)
     if not samples:
         raise ValueError(
@@ -86,8 +95,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) ->
     """The prompt's ids, as rollout and trainer use them.
 
     With a chat template, a text becomes one user message, and the template opens the assistant's turn. Without one, a
-    text is encoded as it stands (no token is added: one that begins the text must be written in the data), and a list of
-    messages is a ValueError.
+    text is encoded as it stands (no token is added: one that begins the text must be written in the data), and a list
+    of messages is a ValueError.
     """
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -108,7 +117,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: Any) -> list[int]:
 
 
 def shorten(ids: Sequence[int], limit: int, how: str, origin: str) -> list[int] | None:
-    """At most `limit` ids; None: drop the row. truncate_left keeps the last ones, _right the first, _middle both ends."""
+    """At most `limit` ids; None: drop the row. truncate_left keeps the last, _right the first, _middle both ends."""
     if how == "drop":
         return None
     if how == "error":

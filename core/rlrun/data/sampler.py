@@ -22,8 +22,8 @@ class Draw(NamedTuple):
 class Sampler:
     """Draws samples without end; the whole state is how many were drawn of each source.
 
-    The next source is the one furthest below its share of the draws so far (ties: the earlier one). Within a source each
-    sample comes once an epoch, in an order keyed by (seed, source, epoch).
+    The next source is the one furthest below its share of the draws so far (ties: the earlier one). Within a source
+    each sample comes once an epoch, in an order keyed by (seed, source, epoch).
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Reward(Protocol):
     """A reward: a class that `provides` names, made once in each scoring process from `reward.kwargs`."""
 
     def __call__(self, item: RewardItem) -> float | Mapping[str, Any]:
-        """A finite score; or {"score": ..., "correct": 0 to 1, further numbers that are logged, "pred": answer for maj@n}."""
+        """A finite score; or {"score": ..., "correct": 0 to 1, further numbers to log, "pred": answer for maj@n}."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Score:
     reward: float | None
     """Weighted sum of the parts; None: drop the sample (reward.on_error: drop)."""
     correct: float
-    """What validation and filters count as accuracy: "correct" where the reward gives it, else the (unweighted) score."""
+    """What validation and filters count as accuracy: "correct" of the first part that gives it, else the first part's
+    unweighted score."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Unweighted score of each part, and the further numbers it returned, as "part" and "part/name"."""
     pred: str | None = None

@@ -1,0 +1,256 @@
+"""Scoring in processes of their own, with a time limit for each sample: a reward that hangs or crashes ends alone."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.context
+import multiprocessing.popen_spawn_posix
+import multiprocessing.process
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pebble import ProcessExpired, ProcessPool
+from pebble.pool.process import WORKERS_NAME
+
+from rlrun.rewards import scoring
+from rlrun.rewards.protocol import RewardItem, Score
+
+if TYPE_CHECKING:
+    from rlrun.config.schema import RewardConfig
+
+log = logging.getLogger(__name__)
+
+_START_LIMIT_S = 300.0
+_TASK_S = 0.01
+_LARGEST_TASK = 32
+_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)
+Scored = list[tuple[Score, str]]
+
+
+class _Task:
+    """Some samples on their way through one process."""
+
+    def __init__(self, items: list[RewardItem], future: Future[Any], tries: int = 1) -> None:
+        self.items, self.future, self.tries = items, future, tries
+        self.scores: Scored | None = None
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One sample that `submit` took in."""
+
+    task: _Task
+    index: int
+
+
+class RewardPool:
+    """Scores samples as `config` says, in `config.processes` processes that are killed and replaced when time is up.
+
+    `resolve` maps kinds to "package.module:Class"; `plugin_files` are (module name, file) pairs to import first. Raises
+    ValueError where there is no such reward, or one cannot be made. Errors are named in the log once a kind, and
+    counted in `errors`.
+    """
+
+    def __init__(
+        self, config: RewardConfig, resolve: Mapping[str, str], plugin_files: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self.config = config
+        self.parts = part_specs(config, resolve)
+        self.plugin_files = [(name, os.path.abspath(path)) for name, path in plugin_files]
+        self.errors: Counter[str] = Counter()
+        """Samples that could not be scored, by kind of error, since the start."""
+        self._seconds = _TASK_S
+        # Linux ties a child's life to the thread that started it, so the first ones need a thread that stays
+        self._starter = ThreadPoolExecutor(1)
+        try:
+            self._pool = self._start()
+        except BaseException:
+            self._starter.shutdown()
+            raise
+
+    def submit(self, items: Sequence[RewardItem]) -> list[Ticket]:
+        """Begin to score. Fast rewards get several samples at once, slow ones one."""
+        size = max(1, min(_LARGEST_TASK, int(_TASK_S / self._seconds), -(-len(items) // self.config.processes)))
+        tickets = []
+        for start in range(0, len(items), size):
+            chunk = list(items[start : start + size])
+            task = _Task(chunk, self._schedule(chunk))
+            tickets += [Ticket(task, index) for index in range(len(chunk))]
+        return tickets
+
+    def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
+        """Wait for the scores, in the order of the tickets. Raises RuntimeError for an error if on_error is raise."""
+        return [self._settle(*self._scored(ticket.task)[ticket.index], ticket) for ticket in tickets]
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        return self.collect(self.submit(items))
+
+    def close(self) -> None:
+        """End the processes, and whatever they started."""
+        self._stop()
+        self._starter.shutdown()
+
+    def _start(self) -> ProcessPool:
+        """A pool whose processes made every part: tried with no samples, outside any sample's time limit."""
+        pool = ProcessPool(
+            self.config.processes, initializer=scoring.start, initargs=(os.getpid(), self.plugin_files, self.parts),
+            context=_SpawnContext(),
+        )
+        first = self._starter.submit(pool.schedule, scoring.score, args=([],)).result()
+        try:
+            first.result(timeout=_START_LIMIT_S)
+        except BaseException as error:
+            pool.stop()
+            pool.join()
+            if isinstance(error, scoring.RewardUnusableError):
+                raise ValueError(str(error)) from None
+            if isinstance(error, BrokenProcessPool | TimeoutError):
+                what = "hung" if isinstance(error, TimeoutError) else "died"
+                names = ", ".join(part.name for part in self.parts)
+                raise ValueError(f"the scoring process {what} while it made the reward {names}") from error
+            raise
+        return pool
+
+    def _stop(self) -> None:
+        self._pool.stop()
+        self._pool.join()
+
+    def _schedule(self, items: list[RewardItem]) -> Future[Scored]:
+        try:
+            return self._pool.schedule(_timed_score, args=(items,), timeout=self.config.timeout_s)
+        except RuntimeError:  # the processes died while idle
+            self._stop()
+            self._pool = self._start()
+            return self._pool.schedule(_timed_score, args=(items,), timeout=self.config.timeout_s)
+
+    def _scored(self, task: _Task) -> Scored:
+        """A task's scores. One that timed out or crashed is done again sample by sample, to find the culprit."""
+        if task.scores is None:
+            try:
+                task.scores = self._take(task.future)
+            except scoring.RewardUnusableError as error:
+                raise ValueError(str(error)) from None
+            except (BrokenProcessPool, CancelledError, TimeoutError, ProcessExpired, *_UNPICKLABLE) as error:
+                if isinstance(error, ProcessExpired):
+                    _kill_group(error.pid)
+                # a process that dies before it is known to have begun breaks the pool: another try shows whose fault
+                again = isinstance(error, BrokenProcessPool | CancelledError) and task.tries < 3
+                if len(task.items) > 1 or again:
+                    task.scores = self._one_by_one(task)
+                else:
+                    task.scores = [(Score(0.0, 0.0, error=self._describe(error)), "")]
+        return task.scores
+
+    def _take(self, future: Future[Any]) -> Scored:
+        scores, seconds = future.result()
+        self._seconds = max(0.9 * self._seconds + 0.1 * seconds / len(scores), 1e-6)
+        return list(scores)
+
+    def _one_by_one(self, task: _Task) -> Scored:
+        singles = [_Task([item], self._schedule([item]), task.tries + 1) for item in task.items]
+        return [self._scored(single)[0] for single in singles]
+
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"time-out: no score within {self.config.timeout_s:g} s"
+        if isinstance(error, ProcessExpired):
+            return f"crash: the scoring process died (exit code {error.exitcode})"
+        if isinstance(error, BrokenProcessPool):
+            return "crash: the scoring process died at once, three times"
+        return " ".join(f"{type(error).__name__}: {error}".split())
+
+    def _settle(self, score: Score, trace: str, ticket: Ticket) -> Score:
+        if score.error is None:
+            return score
+        item = ticket.task.items[ticket.index]
+        kind = score.error.split(": ")[0] if trace == "" else ": ".join(score.error.split(": ")[:2])
+        self.errors[kind] += 1
+        what = f"reward of a {item.data_source} sample: {score.error}; the completion begins {item.completion[:80]!r}"
+        if self.config.on_error == "raise":
+            raise RuntimeError(f"{what} (reward.on_error is raise)\n{trace}")
+        if self.errors[kind] == 1:
+            log.warning("%s. Such samples %s (reward.on_error). Further ones are counted, not named.\n%s", what,
+                        "get reward 0" if self.config.on_error == "zero" else "are dropped", trace)
+        return score if self.config.on_error == "zero" else replace(score, reward=None)
+
+
+def _timed_score(items: list[RewardItem]) -> tuple[Scored, float]:
+    began = time.perf_counter()
+    return scoring.score(items), time.perf_counter() - began
+
+
+def part_specs(config: RewardConfig, resolve: Mapping[str, str]) -> list[scoring.PartSpec]:
+    """The parts of the weighted sum. A second part of a kind is named kind_2. Raises ValueError for an unknown kind."""
+    from rlrun.config.schema import RewardPart
+
+    if config.kind is not None and config.parts:
+        raise ValueError("reward.kind and reward.parts are both set: use one")
+    parts = config.parts if config.kind is None else [RewardPart(kind=config.kind, kwargs=config.kwargs)]
+    if not parts:
+        raise ValueError("there is no reward: set reward.kind or reward.parts")
+    specs: list[scoring.PartSpec] = []
+    for part in parts:
+        if part.kind not in resolve:
+            raise ValueError(f"there is no reward {part.kind!r}; there is {', '.join(sorted(resolve))}")
+        same = sum(spec.path == resolve[part.kind] for spec in specs)
+        name = part.kind if not same else f"{part.kind}_{same + 1}"
+        specs.append(scoring.PartSpec(name, resolve[part.kind], part.weight, dict(part.kwargs)))
+    return specs
+
+
+def _kill_group(pid: int | None) -> None:
+    """Kill the process group that a scoring process led: itself and what it started."""
+    if pid is not None:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
+
+
+_launching = threading.Lock()
+_preparation_data = multiprocessing.spawn.get_preparation_data
+
+
+def _without_main(name: str) -> dict[str, Any]:
+    data = _preparation_data(name)
+    if name == WORKERS_NAME:
+        data.pop("init_main_from_name", None)
+        data.pop("init_main_from_path", None)
+    return data
+
+
+class _Popen(multiprocessing.popen_spawn_posix.Popen):
+    """Spawns a process that does not run the parent's main script again: it may train, or lack a __main__ guard."""
+
+    def _launch(self, process_obj: Any) -> None:
+        with _launching:
+            multiprocessing.spawn.get_preparation_data = _without_main
+            try:
+                super()._launch(process_obj)  # type: ignore[misc]
+            finally:
+                multiprocessing.spawn.get_preparation_data = _preparation_data
+
+
+class _SpawnProcess(multiprocessing.context.SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _Popen(process_obj)
+
+    def terminate(self) -> None:
+        """Kill at once, with everything that the process started."""
+        _kill_group(self.pid)
+        super().kill()
+
+
+class _SpawnContext(multiprocessing.context.SpawnContext):
+    Process = _SpawnProcess

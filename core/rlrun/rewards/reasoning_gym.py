@@ -1,0 +1,38 @@
+"""Reward from the scorer of the reasoning-gym dataset that a sample comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlrun.rewards.protocol import RewardItem
+
+
+class ReasoningGymReward:
+    """The dataset's `score_answer`, between 0 and 1; only a full 1 counts as correct.
+
+    The answer is the whole completion, or what stands in its last <tag>...</tag> where `tag` is given (nothing there:
+    no answer). Needs samples of the source `reasoning_gym`, or rows with reasoning-gym's own columns question, answer
+    and metadata (with source_dataset in it).
+    """
+
+    def __init__(self, tag: str | None = None) -> None:
+        self.tag = tag
+        self.scorers: dict[str, Callable[..., float]] = {}
+
+    def __call__(self, item: RewardItem) -> dict[str, Any]:
+        from reasoning_gym import get_score_answer_fn
+        from reasoning_gym.utils import extract_answer
+
+        if "reasoning_gym" in item.extra:
+            dataset, entry = item.extra["reasoning_gym"]["dataset"], item.extra["reasoning_gym"]["entry"]
+        elif "source_dataset" in (metadata := item.extra.get("metadata") or {}):
+            dataset = metadata["source_dataset"]
+            entry = {"question": item.prompt, "answer": item.answer, "metadata": metadata}
+        else:
+            raise ValueError("not a sample of reasoning_gym: it has neither an entry nor metadata.source_dataset")
+        if dataset not in self.scorers:
+            self.scorers[dataset] = get_score_answer_fn(dataset)
+        answer = extract_answer(item.completion, self.tag) if self.tag else item.completion.strip()
+        score = float(self.scorers[dataset](answer, entry))
+        return {"score": score, "correct": float(score >= 1), "pred": answer or ""}
