@@ -12,12 +12,15 @@ import inspect
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "rlrun_packed"
 
@@ -75,7 +78,7 @@ def attend(
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None, window: int | None,
                 softcap: float | None) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     left = -1 if window is None else window - 1
     return flash_attn_varlen_func(
@@ -179,7 +182,7 @@ def packed_attention(
     return attend(q, k, v, packed, scaling, sliding_window, softcap)[None], None
 
 
-def enable_packed_attention(model: nn.Module, name: str = NAME) -> None:
+def enable_packed_attention(model: PreTrainedModel, name: str = NAME) -> None:
     """Switch one transformers model to packed attention (or to another registered implementation `name`).
 
     Raises ValueError for a model whose attention cannot be replaced.

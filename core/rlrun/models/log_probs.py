@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 
 def chosen_log_probs(
@@ -47,7 +47,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 class _ChosenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx | Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
                 temperature: float, scale: float, softcap: float | None, entropy: bool,
                 chunk: int) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -67,7 +67,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx | Any, d_log_probs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_log_probs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
         temperature, scale, softcap = ctx.arguments
         d_hidden = torch.zeros_like(hidden)

@@ -63,7 +63,7 @@ class PolicyModel(nn.Module):
         `ids` and `position_ids` [T], `cu_seqlens` [S+1]. Raises ValueError for an output that this head does not have.
         """
         if not want <= OUTPUTS[self.head]:
-            raise ValueError(f"a model with head {self.head!r} has outputs {sorted(OUTPUTS[self.head])}, not {sorted(want)}")
+            raise ValueError(f"head {self.head!r} computes {sorted(OUTPUTS[self.head])}; asked for: {sorted(want)}")
         sp = self.sequence_parallel
         # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
         rows = (ids, position_ids, ids.roll(-1), loss_mask.roll(-1))
@@ -119,5 +119,5 @@ def check_logits(policy: PolicyModel) -> None:
     tolerance = 1e-4 if own.dtype in (torch.float32, torch.float64) else 5e-2
     if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
         raise ValueError(
-            f"{type(policy.model).__name__} computes logits in a way that is not supported: log-probabilities of two tokens "
-            f"are {expected.tolist()}, but {found.tolist()} from its hidden states and output layer")
+            f"{type(policy.model).__name__} computes logits in a way that is not supported: log-probabilities of two "
+            f"tokens are {expected.tolist()}, but {found.tolist()} from its hidden states and output layer")

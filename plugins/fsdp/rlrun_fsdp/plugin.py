@@ -1,0 +1,57 @@
+"""Entry module of the FSDP2 backend: what it offers and its hooks. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlrun.config.schema import opt
+from rlrun.hookspecs import API_VERSION, PluginInfo, hookimpl
+
+if TYPE_CHECKING:
+    from rlrun.workers.protocol import Layout, RoleSpec, Worker
+
+
+@dataclass
+class WrapPolicy:
+    min_num_params: int = opt(0, "decoder layers with fewer parameters are sharded together with the root", ge=0)
+
+
+@dataclass
+class FsdpConfig:
+    wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
+    reshard_after_forward: bool = opt(True, "free a layer's gathered parameters between forward and backward")
+    offload_params: bool = opt(False, "keep parameters, gradients and optimizer state in host memory")
+
+
+@hookimpl
+def plugin_info() -> PluginInfo:
+    provides = {"backend": {"fsdp": "rlrun_fsdp.backend:Fsdp"}}
+    return PluginInfo(name="fsdp", api_version=API_VERSION, config=FsdpConfig, provides=provides)
+
+
+@hookimpl
+def make_worker(spec: RoleSpec, layout: Layout) -> Worker:
+    from rlrun_fsdp.worker import FsdpWorker
+
+    return FsdpWorker(spec, layout)
+
+
+@hookimpl
+def save_checkpoint(worker: Worker, directory: Path, contents: Sequence[str]) -> None:
+    from rlrun_fsdp import checkpoint
+    from rlrun_fsdp.worker import FsdpWorker
+
+    assert isinstance(worker, FsdpWorker)
+    checkpoint.save(worker, directory, contents)
+
+
+@hookimpl
+def load_checkpoint(worker: Worker, directory: Path, contents: Sequence[str]) -> None:
+    from rlrun_fsdp import checkpoint
+    from rlrun_fsdp.worker import FsdpWorker
+
+    assert isinstance(worker, FsdpWorker)
+    checkpoint.load(worker, directory, contents)

@@ -1,0 +1,204 @@
+"""One rank's part of one role's model, sharded by FSDP2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rlrun.batch import Atom, Batch, micro_batches
+from rlrun.memory import empty_cache
+from rlrun.metrics import Value
+from rlrun.models.loading import load_policy, saved_weights
+from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
+from rlrun.workers.schedule import lr_factor
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlrun_fsdp.plugin import FsdpConfig
+
+
+class FsdpWorker:
+    """A PolicyModel whose decoder layers and root are sharded over all ranks.
+
+    Parameters that train are kept in float32 (float64 where model.dtype is) and cast to model.dtype for each use;
+    gradients are reduced in the parameters' dtype. Frozen models are stored in their own dtype and computed with like
+    the actor, so that equal weights give equal log-probabilities.
+    """
+
+    def __init__(self, spec: RoleSpec, layout: Layout) -> None:
+        self.spec = spec
+        self.config = spec.config.section("fsdp", FsdpConfig)
+        self.dtype: torch.dtype = getattr(torch, spec.config.model.dtype)
+        self.master = torch.promote_types(self.dtype, torch.float32)
+        self.mesh = init_device_mesh(
+            spec.device.type, (layout.dp, layout.ranks // layout.dp), mesh_dim_names=("dp", "sp"))
+        assert spec.request.path is not None
+        stored = self.master if spec.request.trainable else getattr(torch, spec.request.dtype)
+        self.model = load_policy(spec.request.path, spec.request.head, stored, seed=spec.config.run.seed)
+        self.model.requires_grad_(spec.request.trainable)
+        if spec.request.trainable and spec.config.model.gradient_checkpointing:
+            self.model.model.gradient_checkpointing_enable()
+            self.model.train()  # checkpointing happens in this mode only; there is no dropout that it could switch on
+        self.model.sequence_parallel = spec.plugins.patch_attention(model=self.model.model, spec=spec, mesh=self.mesh)
+        self._shard(stored)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = self._make_optimizer() if spec.request.trainable else None
+        self.updates = 0
+        """Optimizer steps taken in this stage: what the learning-rate schedule counts."""
+
+    def _shard(self, stored: torch.dtype) -> None:
+        world = init_device_mesh(self.spec.device.type, (self.mesh.size(),))
+        offload = CPUOffloadPolicy(pin_memory=self.spec.device.type == "cuda") if self.config.offload_params else None
+        options: dict[str, Any] = {"mesh": world, "offload_policy": offload or OffloadPolicy()}
+        if self.model.head == "value":
+            fully_shard(self.model.value_head, **options)  # a group of its own: computed in the parameters' dtype
+        if self.dtype != stored:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master)
+        reshard = self.config.reshard_after_forward
+        for layer in [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+            if sum(p.numel() for p in layer.parameters()) >= self.config.wrap_policy.min_num_params:
+                fully_shard(layer, reshard_after_forward=reshard, **options)
+        fully_shard(self.model, reshard_after_forward=None if reshard else False, **options)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        self.optim = self.spec.request.optim or self.spec.config.actor.optim
+        if self.optim.name == "sgd":
+            return torch.optim.SGD(self.parameters, lr=self.optim.lr, foreach=True)
+        fused = self.parameters[0].is_cuda
+        optimizer = torch.optim.AdamW(
+            self.parameters, lr=self.optim.lr, betas=(self.optim.betas[0], self.optim.betas[1]), eps=self.optim.eps,
+            weight_decay=self.optim.weight_decay, fused=fused, foreach=not fused)
+        for p in self.parameters:  # state from the start, so that saving before the first step neither fails nor steps
+            step = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
+            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return optimizer
+
+    def forward(self, batch: Batch, want: AbstractSet[str]) -> dict[str, Tensor]:
+        """See `Worker.forward`. Columns are on the CPU."""
+        tokens = {name: batch.tokens[name] for name in ("ids", "loss_mask")}
+        plain = Batch(batch.cu_seqlens, tokens | {"index": torch.arange(batch.num_tokens)})
+        columns = {name: torch.zeros(batch.num_tokens, dtype=self.master) for name in want}
+        with torch.no_grad():
+            for rows in self._micro_batches(plain, "sequence"):
+                micro = plain.select(rows)
+                outputs = self._outputs(micro.to(self.spec.device), want)
+                for name in columns if rows else ():
+                    columns[name] = columns[name].to(outputs[name].dtype)
+                    columns[name][micro.tokens["index"]] = outputs[name].cpu()
+        self._reshard()
+        return columns
+
+    def update(self, batch: Batch, loss: Loss, denominators: Mapping[str, float]) -> dict[str, Value]:
+        """See `Worker.update`."""
+        assert self.optimizer is not None, f"{self.spec.role} is frozen"
+        self.optimizer.zero_grad()
+        divisors = {kind: count or 1.0 for kind, count in denominators.items()}
+        sums: dict[tuple[str, Kind], Tensor] = {}
+        for rows in self._micro_batches(batch, getattr(loss, "atom", "sequence")):
+            micro = batch.select(rows).to(self.spec.device)
+            outputs = self._outputs(micro, self.spec.want)
+            # Zero, with a gradient of exact zeros: every rank runs the same backward, whatever its loss depends on.
+            total = torch.stack([column[:0].sum() for column in outputs.values()]).sum()
+            for name, term in (loss(outputs, micro) if rows else {}).items():
+                value, key = term.sum.detach().double(), (name, term.kind)
+                if term.kind == "max":
+                    sums[key] = torch.maximum(sums.get(key, value), value)
+                    continue
+                sums[key] = sums.get(key, 0.0) + value
+                if term.coef != 0.0:  # FSDP averages gradients over ranks, but local sums must be added
+                    total = total + term.sum * (term.coef * self.mesh.size() / divisors[term.kind])
+            total.backward()
+        return self._reduced(sums, divisors) | self._step()
+
+    def _step(self) -> dict[str, Value]:
+        assert self.optimizer is not None
+        lr = self.optim.lr * lr_factor(self.updates, self.optim, self.spec.total_updates)
+        grads = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
+        square = get_total_norm(grads).double().square()
+        dist.all_reduce(square)
+        norm = math.sqrt(float(square)) if torch.isfinite(square) else math.inf
+        skipped = math.isinf(norm)
+        if not skipped:
+            if 0 < self.optim.clip_grad < norm:
+                torch._foreach_mul_(grads, self.optim.clip_grad / norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.updates += 1
+        self.optimizer.zero_grad()
+        return {"grad_norm": Value(norm), "lr": Value(lr), "skipped": Value(float(skipped))}
+
+    def _reduced(self, sums: Mapping[tuple[str, Kind], Tensor], divisors: Mapping[str, float]) -> dict[str, Value]:
+        """Terms over all shards, an equal part of each on every rank, so that ranks add up to the whole."""
+        local = {key: float(value) for key, value in sums.items()}
+        group = self.mesh.get_group("dp")
+        shards = dist.get_world_size(group)
+        parts: list[dict[tuple[str, Kind], float]] = [local] * shards
+        if shards > 1:
+            dist.all_gather_object(parts, local, group=group)
+        values = {}
+        for name, kind in dict.fromkeys(key for part in parts for key in part):
+            numbers = [part[name, kind] for part in parts if (name, kind) in part]
+            values[name] = (Value(max(numbers)) if kind == "max" else
+                            Value(math.fsum(numbers) / shards, divisors[kind] / shards))
+        return values
+
+    def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
+        """Rows of each micro-batch, sorted by length (see `Packed.runs`); as many on every rank, some empty."""
+        starts = batch.cu_seqlens[:-1][batch.lengths > 0]
+        if batch.num_tokens and bool(batch.tokens["loss_mask"][starts].any()):
+            raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
+        lengths = batch.lengths.tolist()
+        parts = micro_batches(batch, self.spec.config.actor.tokens_per_micro_batch, atom)
+        count = torch.tensor(len(parts), device=self.spec.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        parts += [[]] * (int(count) - len(parts))
+        return [sorted(rows, key=lengths.__getitem__) for rows in parts]
+
+    def _outputs(self, micro: Batch, want: AbstractSet[str]) -> dict[str, Tensor]:
+        temperature = self.spec.config.rollout.temperature
+        if micro.num_tokens == 0:  # one token that nothing is computed of: collectives match those of the other ranks
+            zero = torch.zeros(1, dtype=torch.int64, device=self.spec.device)
+            return self.model(zero, torch.cat([zero, zero + 1]), zero, zero > 0, want, temperature)
+        return self.model(
+            micro.tokens["ids"], micro.cu_seqlens, micro.position_ids, micro.tokens["loss_mask"], want, temperature)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under save_pretrained's names, in model.dtype, on this rank's device."""
+        return saved_weights(self.model, self._full)
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().to(self.spec.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def _reshard(self) -> None:
+        """Free gathered parameters that a forward without backward left, so that nobody sees stale ones."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def onload(self, model: bool = True, optimizer: bool = True) -> None:
+        """See `Worker.onload`; parameters that `offload_params` keeps in host memory stay there."""
+        self._move(self.spec.device, model, optimizer)
+
+    def offload(self, model: bool = True, optimizer: bool = True) -> None:
+        """See `Worker.offload`."""
+        self._move(torch.device("cpu"), model, optimizer)
+        empty_cache(self.spec.device)
+
+    def _move(self, device: torch.device, model: bool, optimizer: bool) -> None:
+        if self.spec.device.type == "cpu" or self.config.offload_params:
+            return
+        if model:
+            self.model.to(device)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state.update({name: x.to(device) for name, x in state.items()})
