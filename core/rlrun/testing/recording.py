@@ -15,8 +15,8 @@ _NOT_READERS = ("rlrun.config", "dataclasses", "copy", "pickle", "omegaconf", "c
 def recording(config: C) -> tuple[C, set[str]]:
     """A stand-in for `config` and the set of leaf keys read from it so far, without list indices ("data.train.path").
 
-    The stand-in is of a subclass of the same dataclass. Reads by `rlrun.config`, `dataclasses`, `copy` and the like do not
-    count. A list of sections counts as read only by the keys of its items.
+    The stand-in is of a subclass of the same dataclass. Reads by `rlrun.config`, `dataclasses`, `copy` and the like do
+    not count. A list of sections counts as read only by the keys of its items.
     """
     read: set[str] = set()
     return _stand_in(config, "", read), read
@@ -44,7 +44,7 @@ def _stand_in(section: Any, key: str, read: set[str]) -> Any:
         return object.__getattribute__(self, name)
 
     recorder = type(cls.__name__, (cls,), {"__getattribute__": noted, "__module__": cls.__module__})
-    made = object.__new__(recorder)
+    made: Any = object.__new__(recorder)
     for name, value in vars(section).items():
         full = f"{key}.{name}".lstrip(".")
         if is_dataclass(value):
