@@ -1,0 +1,54 @@
+"""metrics.jsonl: one JSON object a line, with its `step`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Jsonl:
+    """Appends to RUN/metrics.jsonl, a line a call, complete on disk after each. What is not finite becomes null."""
+
+    def __init__(self, run_dir: Path, total_steps: int = 0, resumed_step: int = 0) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.file.write(json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def cut_back(path: Path, step: int) -> int:
+    """Leave out what a JSON-lines file says of steps after `step`, and a last line that was not finished.
+
+    Returns the number of lines that stay; 0 for no file. The file is replaced in one move. Raises ValueError for any
+    other line that is no JSON.
+    """
+    if not path.exists():
+        return 0
+    kept = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            keep = json.loads(line)["step"] <= step
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: no JSON ({error})") from error
+            keep = False
+        if keep and line.endswith(b"\n"):
+            kept.append(line)
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return len(kept)
