@@ -1,7 +1,8 @@
 import pytest
 import torch
-from rlrun.models.tiny import CHATML, build_tokenizer, common_words, main, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlrun.models.tiny import CHATML, build_tokenizer, common_words, main, save_tiny
 
 QUESTION = "Spell this word backward (example: sun -> nus): hay"
 

@@ -5,6 +5,7 @@ import statistics as st
 import numpy as np
 import pytest
 import torch
+
 from rlrun.batch import Batch
 from rlrun.metrics import (
     Value,

@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+
 from rlrun.config.schema import RewardConfig, RewardPart
 from rlrun.rewards.pool import RewardPool
 from rlrun.rewards.protocol import RewardItem
@@ -176,6 +177,15 @@ def test_a_reward_that_cannot_be_made_is_an_error_at_once(make, rewards):
         RewardPool(RewardConfig(), RESOLVE)
     assert time.monotonic() - began < 20
     assert not workers()
+
+
+def test_math_verify_in_the_pool(make):
+    """Case 21: its own time limits would need the main thread; the pool keeps the time."""
+    pool = make(parts=[RewardPart(kind="math_verify")], timeout_s=10)
+    scores = pool.score([item(r"\boxed{1/3}", "1/3"), item(r"\boxed{1/2}", "1/3"), item("3", "####")])
+    assert [s.reward for s in scores] == [1.0, 0.0, 0.0]
+    assert [s.pred for s in scores] == ["1/3", "1/2", None]
+    assert scores[2].error == "math_verify: ValueError: math_verify cannot read the reference answer '####'"
 
 
 def test_rewards_of_a_plugin_that_is_a_file(make, tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from rlrun.trackers.console import Console, summary
 from rlrun.trackers.jsonl import Jsonl, cut_back
 from rlrun.trackers.tensorboard import TensorBoard
