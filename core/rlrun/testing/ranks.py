@@ -117,7 +117,7 @@ def _serve(connection: Connection) -> None:
     """A rank's loop: ends with its parent, also where that was killed."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlrun.batch import Batch, shard
+from rlrun.config.schema import ActorConfig, Config, ModelConfig, OptimConfig
+from rlrun.models.tiny import save_tiny
+from rlrun.plugins import Plugins
+from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401
+from rlrun.workers.protocol import RoleRequest, RoleSpec, Term
+from rlrun_fsdp.backend import Fsdp
+from rlrun_fsdp.plugin import FsdpConfig, WrapPolicy
+from rlrun_fsdp.worker import FsdpWorker
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+
+
+@dataclass
+class TermsLoss:
+    """A loss of policy, value and entropy parts with one of each kind of denominator; masked slots never read."""
+
+    kind: str = "tokens"
+    atom: str = "sequence"
+    entropy_coef: float = 0.1
+
+    def __call__(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, Term]:
+        mask = batch.tokens["loss_mask"]
+        terms = {}
+        if "values" in outputs:
+            error = (outputs["values"][mask] - batch.tokens["advantages"][mask]) ** 2
+            return {"value_loss": Term(error.sum(), "tokens", 1.0)}
+        ratio = (outputs["log_probs"][mask] - batch.tokens["log_probs"][mask]).exp()
+        losses = -ratio * batch.tokens["advantages"][mask]
+        if self.kind == "seq_mean":
+            lengths = batch.loss_lengths()[batch.sequence_ids[mask]]
+            terms["loss"] = Term((losses / lengths).sum(), "sequences", 1.0)
+        else:
+            terms["loss"] = Term(losses.sum(), self.kind, 1.0)
+        if "entropy" in outputs:
+            terms["entropy"] = Term(outputs["entropy"][mask].sum(), "tokens", -self.entropy_coef)
+        terms["ratio_max"] = Term(ratio.detach().max() if len(ratio) else ratio.detach().new_tensor(0.0), "max")
+        return terms
+
+
+def make_config(path: str | Path, **changes: Any) -> Config:
+    """A config of tiny runs: float64, and an SGD rate at which one update moves weights by a percent or more."""
+    optim = OptimConfig(name="sgd", lr=1.0, clip_grad=0.0)
+    config = Config(model=ModelConfig(path=str(path), dtype="float64"),
+                    actor=ActorConfig(optim=optim, tokens_per_micro_batch=4096))
+    config.rollout.temperature = 0.7
+    config.fsdp = FsdpConfig(wrap_policy=WrapPolicy())
+    for key, value in changes.items():
+        *parents, leaf = key.split("__")
+        section = config
+        for name in parents:
+            section = getattr(section, name)
+        assert hasattr(section, leaf), key
+        setattr(section, leaf, value)
+    return config
+
+
+def make_worker(config: Config, want: tuple[str, ...] = ("log_probs", "entropy"), trainable: bool = True,
+                head: str = "lm", total_updates: int | None = None, path: str | None = None) -> FsdpWorker:
+    ranks = dist.get_world_size()
+    layout = Fsdp.layout(config, ranks, 1)
+    request = RoleRequest(trainable, path or config.model.path, config.ref.dtype or config.model.dtype, head)
+    spec = RoleSpec("actor", "fsdp", request, config, Plugins.load(["fsdp"]), dist.get_rank(), torch.device("cpu"),
+                    total_updates, frozenset(want))
+    worker = spec.plugins.make_worker(spec=spec, layout=layout)
+    assert isinstance(worker, FsdpWorker)
+    return worker
+
+
+def make_batch(lengths: tuple[int, ...] = (5, 9, 3, 7, 6, 9), prompt: int = 2, seed: int = 0) -> Batch:
+    """Random sequences of given lengths with `prompt` tokens outside the loss, float64 columns."""
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    total = int(cu_seqlens[-1])
+    batch = Batch(cu_seqlens, {"ids": torch.randint(2, 258, (total,), generator=generator)})
+    batch.tokens["loss_mask"] = batch.position_ids >= prompt
+    for name in ("log_probs", "advantages"):
+        batch.tokens[name] = torch.randn(total, generator=generator, dtype=torch.float64)
+    batch.tokens["log_probs"] -= 5.5
+    batch.sequences["uid"] = [str(i) for i in range(len(lengths))]
+    batch.sequences["group"] = torch.arange(len(lengths)) // 2
+    return batch
+
+
+def my_shard(batch: Batch, atom: str = "sequence") -> Batch:
+    return batch.select(shard(batch, dist.get_world_size(), atom)[dist.get_rank()])
+
+
+def full_weights(worker: FsdpWorker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.weights()}
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2: the architecture that computes in float64 throughout, and to which positions are not just relative."""
+    path = tmp_path_factory.mktemp("gpt2")
+    save_tiny(path, "gpt2", **SIZES)
+    return path
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny(path, "llama", tie_word_embeddings=True, **SIZES)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tools() -> Any:
+    """The functions above, for tests (which cannot import a conftest)."""
+    import types
+
+    return types.SimpleNamespace(
+        TermsLoss=TermsLoss, make_config=make_config, make_worker=make_worker, make_batch=make_batch, my_shard=my_shard,
+        full_weights=full_weights)
