@@ -22,65 +22,61 @@ class Source(Protocol):
         """All rows. Raises ValueError, naming file and row (the first is row 1), for one that is no use."""
 
 
-class Jsonl:
+class _Records:
+    """A source of records with columns, numbered from 1."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self.config = config
+
+    def rows(self) -> Iterator[Row]:
+        path = Path(self.config.path)
+        if not path.exists():
+            raise ValueError(f"data source {self.config.kind}: there is no {path.absolute()}")
+        for number, record in self.records(path):
+            yield to_row(self.config, record, number)
+
+    def records(self, path: Path) -> Iterator[tuple[int, Any]]:
+        raise NotImplementedError
+
+
+class Jsonl(_Records):
     """One JSON object a line; blank lines are skipped."""
 
-    def __init__(self, config: SourceConfig) -> None:
-        self.config = config
-
-    def rows(self) -> Iterator[Row]:
-        path = _existing(self.config)
+    def records(self, path: Path) -> Iterator[tuple[int, Any]]:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
                 try:
-                    record = json.loads(line)
+                    if line.strip():
+                        yield number, json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}, row {number}: not a line of JSON ({error})") from error
-                yield to_row(self.config, record, number)
 
 
-class Parquet:
+class Parquet(_Records):
     """A parquet file, or a folder of them in order of name; nested columns become plain lists and dicts."""
 
-    def __init__(self, config: SourceConfig) -> None:
-        self.config = config
-
-    def rows(self) -> Iterator[Row]:
+    def records(self, path: Path) -> Iterator[tuple[int, Any]]:
         import pyarrow.parquet as pq
 
-        path = _existing(self.config)
-        number = 0
-        for part in sorted(path.glob("**/*.parquet")) if path.is_dir() else [path]:
-            with pq.ParquetFile(part) as file:
-                for group in range(file.num_row_groups):
-                    for record in file.read_row_group(group).to_pylist():
-                        number += 1
-                        yield to_row(self.config, record, number)
+        files = sorted(path.glob("**/*.parquet")) if path.is_dir() else [path]
+        groups = ((file, group) for file in map(pq.ParquetFile, files) for group in range(file.num_row_groups))
+        return enumerate((record for file, group in groups for record in file.read_row_group(group).to_pylist()), 1)
 
 
-class Datasets:
+class Datasets(_Records):
     """A folder that Hugging Face `save_to_disk` wrote; for a DatasetDict `options.split` says which part."""
 
-    def __init__(self, config: SourceConfig) -> None:
-        self.config = config
-
-    def rows(self) -> Iterator[Row]:
+    def records(self, path: Path) -> Iterator[tuple[int, Any]]:
         import datasets
 
-        dataset = datasets.load_from_disk(str(_existing(self.config)))
+        dataset = datasets.load_from_disk(str(path))
         if isinstance(dataset, datasets.DatasetDict):
             split = self.config.options.get("split")
             if split not in dataset:
-                raise ValueError(f"{self.config.path} has the splits {sorted(dataset)}: name one in options.split "
-                                 f"(it is {split!r})")
+                raise ValueError(f"{path} has splits {sorted(dataset)}: options.split must name one (it is {split!r})")
             dataset = dataset[split]
-        number = 0
-        for table in dataset.with_format("arrow").iter(batch_size=1000):
-            for record in table.to_pylist():
-                number += 1
-                yield to_row(self.config, record, number)
+        tables = dataset.with_format("arrow").iter(batch_size=1000)
+        return enumerate((record for table in tables for record in table.to_pylist()), 1)
 
 
 class ReasoningGym:
@@ -155,9 +151,3 @@ def _nested(record: Mapping[str, Any], key: str) -> Any:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
-
-def _existing(config: SourceConfig) -> Path:
-    path = Path(config.path)
-    if not path.exists():
-        raise ValueError(f"data source {config.kind}: there is no {path.absolute()}")
-    return path

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing.context
-import multiprocessing.popen_spawn_posix
-import multiprocessing.process
-import multiprocessing.spawn
 import os
 import pickle
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from multiprocessing import spawn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
@@ -37,20 +35,21 @@ _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)
 Scored = list[tuple[Score, str]]
 
 
+@dataclass
 class _Task:
     """Some samples on their way through one process."""
 
-    def __init__(self, items: list[RewardItem], future: Future[Any], tries: int = 1) -> None:
-        self.items, self.future, self.tries = items, future, tries
-        self.scores: Scored | None = None
+    items: list[RewardItem]
+    future: Future[Any]
+    tries: int = 1
+    scores: Scored | None = None
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """One sample that `submit` took in."""
 
     task: _Task
-    index: int
+    place: int
 
 
 class RewardPool:
@@ -72,11 +71,7 @@ class RewardPool:
         self._seconds = _TASK_S
         # Linux ties a child's life to the thread that started it, so the first ones need a thread that stays
         self._starter = ThreadPoolExecutor(1)
-        try:
-            self._pool = self._start()
-        except BaseException:
-            self._starter.shutdown()
-            raise
+        self._start()
 
     def submit(self, items: Sequence[RewardItem]) -> list[Ticket]:
         """Begin to score. Fast rewards get several samples at once, slow ones one."""
@@ -85,12 +80,12 @@ class RewardPool:
         for start in range(0, len(items), size):
             chunk = list(items[start : start + size])
             task = _Task(chunk, self._schedule(chunk))
-            tickets += [Ticket(task, index) for index in range(len(chunk))]
+            tickets += [Ticket(task, place) for place in range(len(chunk))]
         return tickets
 
     def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
         """Wait for the scores, in the order of the tickets. Raises RuntimeError for an error if on_error is raise."""
-        return [self._settle(*self._scored(ticket.task)[ticket.index], ticket) for ticket in tickets]
+        return [self._settle(*self._scored(ticket.task)[ticket.place], ticket) for ticket in tickets]
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return self.collect(self.submit(items))
@@ -100,44 +95,41 @@ class RewardPool:
         self._stop()
         self._starter.shutdown()
 
-    def _start(self) -> ProcessPool:
-        """A pool whose processes made every part: tried with no samples, outside any sample's time limit."""
-        pool = ProcessPool(
+    def _start(self) -> None:
+        """Make a pool whose processes hold every part: tried with no samples, outside any sample's time limit."""
+        self._pool = ProcessPool(
             self.config.processes, initializer=scoring.start, initargs=(os.getpid(), self.plugin_files, self.parts),
             context=_SpawnContext(),
         )
-        first = self._starter.submit(pool.schedule, scoring.score, args=([],)).result()
+        scheduled = self._starter.submit(self._pool.schedule, scoring.score, args=([],))
         try:
-            first.result(timeout=_START_LIMIT_S)
-        except BaseException as error:
-            pool.stop()
-            pool.join()
+            scheduled.result().result(timeout=_START_LIMIT_S)
+        except (scoring.RewardUnusableError, BrokenProcessPool, TimeoutError) as error:
+            self.close()
             if isinstance(error, scoring.RewardUnusableError):
                 raise ValueError(str(error)) from None
-            if isinstance(error, BrokenProcessPool | TimeoutError):
-                what = "hung" if isinstance(error, TimeoutError) else "died"
-                names = ", ".join(part.name for part in self.parts)
-                raise ValueError(f"the scoring process {what} while it made the reward {names}") from error
-            raise
-        return pool
+            what = "hung" if isinstance(error, TimeoutError) else "died"
+            names = ", ".join(part.name for part in self.parts)
+            raise ValueError(f"the scoring process {what} while it made the reward {names}") from error
 
     def _stop(self) -> None:
         self._pool.stop()
         self._pool.join()
 
-    def _schedule(self, items: list[RewardItem]) -> Future[Scored]:
+    def _schedule(self, items: list[RewardItem]) -> Future[Any]:
         try:
-            return self._pool.schedule(_timed_score, args=(items,), timeout=self.config.timeout_s)
+            return self._pool.schedule(scoring.score, args=(items,), timeout=self.config.timeout_s)
         except RuntimeError:  # the processes died while idle
             self._stop()
-            self._pool = self._start()
-            return self._pool.schedule(_timed_score, args=(items,), timeout=self.config.timeout_s)
+            self._start()
+            return self._schedule(items)
 
     def _scored(self, task: _Task) -> Scored:
         """A task's scores. One that timed out or crashed is done again sample by sample, to find the culprit."""
         if task.scores is None:
             try:
-                task.scores = self._take(task.future)
+                task.scores, seconds = task.future.result()
+                self._seconds = max(0.9 * self._seconds + 0.1 * seconds / len(task.items), 1e-6)
             except scoring.RewardUnusableError as error:
                 raise ValueError(str(error)) from None
             except (BrokenProcessPool, CancelledError, TimeoutError, ProcessExpired, *_UNPICKLABLE) as error:
@@ -150,11 +142,6 @@ class RewardPool:
                 else:
                     task.scores = [(Score(0.0, 0.0, error=self._describe(error)), "")]
         return task.scores
-
-    def _take(self, future: Future[Any]) -> Scored:
-        scores, seconds = future.result()
-        self._seconds = max(0.9 * self._seconds + 0.1 * seconds / len(scores), 1e-6)
-        return list(scores)
 
     def _one_by_one(self, task: _Task) -> Scored:
         singles = [_Task([item], self._schedule([item]), task.tries + 1) for item in task.items]
@@ -172,7 +159,7 @@ class RewardPool:
     def _settle(self, score: Score, trace: str, ticket: Ticket) -> Score:
         if score.error is None:
             return score
-        item = ticket.task.items[ticket.index]
+        item = ticket.task.items[ticket.place]
         kind = score.error.split(": ")[0] if trace == "" else ": ".join(score.error.split(": ")[:2])
         self.errors[kind] += 1
         what = f"reward of a {item.data_source} sample: {score.error}; the completion begins {item.completion[:80]!r}"
@@ -182,11 +169,6 @@ class RewardPool:
             log.warning("%s. Such samples %s (reward.on_error). Further ones are counted, not named.\n%s", what,
                         "get reward 0" if self.config.on_error == "zero" else "are dropped", trace)
         return score if self.config.on_error == "zero" else replace(score, reward=None)
-
-
-def _timed_score(items: list[RewardItem]) -> tuple[Scored, float]:
-    began = time.perf_counter()
-    return scoring.score(items), time.perf_counter() - began
 
 
 def part_specs(config: RewardConfig, resolve: Mapping[str, str]) -> list[scoring.PartSpec]:
@@ -211,14 +193,12 @@ def part_specs(config: RewardConfig, resolve: Mapping[str, str]) -> list[scoring
 def _kill_group(pid: int | None) -> None:
     """Kill the process group that a scoring process led: itself and what it started."""
     if pid is not None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            return
 
 
 _launching = threading.Lock()
-_preparation_data = multiprocessing.spawn.get_preparation_data
+_preparation_data = spawn.get_preparation_data
 
 
 def _without_main(name: str) -> dict[str, Any]:
@@ -229,22 +209,17 @@ def _without_main(name: str) -> dict[str, Any]:
     return data
 
 
-class _Popen(multiprocessing.popen_spawn_posix.Popen):
-    """Spawns a process that does not run the parent's main script again: it may train, or lack a __main__ guard."""
-
-    def _launch(self, process_obj: Any) -> None:
-        with _launching:
-            multiprocessing.spawn.get_preparation_data = _without_main
-            try:
-                super()._launch(process_obj)  # type: ignore[misc]
-            finally:
-                multiprocessing.spawn.get_preparation_data = _preparation_data
-
-
 class _SpawnProcess(multiprocessing.context.SpawnProcess):
+    """Does not run the parent's main script again: it may train, or lack a __main__ guard."""
+
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        return _Popen(process_obj)
+        with _launching:
+            spawn.get_preparation_data = _without_main
+            try:
+                return multiprocessing.context.SpawnProcess._Popen(process_obj)
+            finally:
+                spawn.get_preparation_data = _preparation_data
 
     def terminate(self) -> None:
         """Kill at once, with everything that the process started."""

@@ -9,6 +9,7 @@ import numbers
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,11 +66,15 @@ def start(parent: int, plugin_files: Sequence[tuple[str, str]], parts: Sequence[
         _failure = f"{error}\n{traceback.format_exc()}"
 
 
-def score(items: Sequence[RewardItem]) -> list[tuple[Score, str]]:
-    """Each sample's score, and the traceback of its error. Raises RewardUnusableError where `start` failed."""
+def score(items: Sequence[RewardItem]) -> tuple[list[tuple[Score, str]], float]:
+    """Each sample's score, with the traceback of its error; and the seconds it took.
+
+    Raises RewardUnusableError where `start` failed.
+    """
     if _failure is not None:
         raise RewardUnusableError(_failure)
-    return [_score(item) for item in items]
+    began = time.perf_counter()
+    return [_score(item) for item in items], time.perf_counter() - began
 
 
 def _score(item: RewardItem) -> tuple[Score, str]:
