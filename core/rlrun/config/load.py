@@ -63,7 +63,7 @@ def build(plugins: Plugins, root: yaml.MappingNode, overrides: Sequence[tuple[st
     try:
         if problems:
             raise ConfigError("\n".join(_with_plugin_hint(problem, cls) for problem in problems))
-        values = OmegaConf.merge(OmegaConf.structured(cls), {**data, "plugins": names})
+        values = OmegaConf.merge(_defaults(cls), {**data, "plugins": names})
         assert isinstance(values, DictConfig)
         for key, text in overrides:
             _apply(values, cls, key, text, problems)
@@ -97,6 +97,14 @@ def _schema(recipe: Recipe, sections: tuple[tuple[str, type], ...]) -> type[Conf
 
     made = [(name, config, field(default_factory=config)) for name, config in sections]
     return make_dataclass("Config", made, bases=(Config,), namespace={"__reduce__": reduce})
+
+
+@cache
+def _defaults(cls: type[Config]) -> DictConfig:
+    """All defaults, typed. Slow to build; merging copies it."""
+    defaults = OmegaConf.structured(cls)
+    assert isinstance(defaults, DictConfig)
+    return defaults
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,197 @@
+"""Validation: single values and combinations, refused before any model is loaded."""
+
+import pytest
+
+from rlrun.config.load import load_config
+from rlrun.config.validate import validate_resolved
+from rlrun.errors import ConfigError
+from rlrun.plugins import Plugins
+from rlrun.testing.installed import install
+
+BASE = """
+plugins: [toy]
+run: {name: test}
+model: {path: some/model}
+data: {train: [{kind: jsonl, path: train.jsonl}], validation: [{kind: jsonl, path: val.jsonl}]}
+reward: {kind: function, kwargs: {path: "rewards.py:score"}}
+stages: [{algorithm: {name: grpo, prompts_per_step: 8}, steps: 10}]
+"""
+
+TOY = """
+from rlrun.algorithms.base import Algorithm
+from rlrun.hookspecs import PluginInfo, hookimpl
+
+class Online(Algorithm):
+    pass
+
+class Offline(Algorithm):
+    online = False
+
+@hookimpl
+def plugin_info():
+    return PluginInfo("toy", 1, None, {
+        "backend": {"fsdp": "MODULE:Backend"}, "rollout": {"far": "MODULE:Far"},
+        "algorithm": {"online": "MODULE:Online", "offline": "MODULE:Offline"}})
+"""
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """load(*overrides) -> (Config, Plugins), with a plugin `toy` that provides a backend."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("site")
+        patch.syspath_prepend(str(folder))
+        install(folder, "toy", TOY)
+        (folder / "run.yaml").write_text(BASE)
+        yield lambda *overrides: load_config(folder / "run.yaml", overrides)
+
+
+def refused(load, *overrides):
+    with pytest.raises(ValueError) as caught:
+        load(*overrides)
+    assert isinstance(caught.value, ConfigError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key, bad, good", [
+    ("stages.0.algorithm.kl_target", "0 -1 nan .inf", "0.1"),
+    ("stages.0.algorithm.kl_horizon", "0 -1 nan", "1"),
+    ("rollout.temperature", "0 -1 nan .inf -.inf", "0.5"),
+    ("rollout.samples_per_prompt", "0 -1 1 nan", "2"),
+    ("stages.0.algorithm.gamma", "0 -1 1.01 nan", "1"),
+    ("stages.0.algorithm.lam", "-0.1 1.1 nan", "0 1"),
+    ("stages.0.algorithm.clip_low", "0 -1 1 nan", "0.9"),
+    ("stages.0.algorithm.clip_high", "0 -1 nan .inf", "5"),
+    ("stages.0.algorithm.value_clip", "0 -1 nan", "0.1"),
+    ("stages.0.algorithm.kl_coef", "-1 nan", "0 0.1"),
+    ("stages.0.algorithm.prompts_per_step", "0 -8", "16"),
+    ("stages.0.algorithm.epochs_per_step", "0 -1", "3"),
+    ("stages.0.steps", "0 -1", "1"),
+    ("actor.optim.lr", "0 -1 nan .inf inf", "1"),
+    ("actor.optim.betas", "[0.9] [0.9,0.9,0.9] [1,0.9] [0.9,-1] [nan,0.9]", "[0,0.5]"),
+    ("critic.optim.betas", "[0.9]", "[0,0.5]"),
+    ("actor.optim.decay_fraction", "0 1.5", "1"),
+    ("data.train.0.weight", "0 -1 nan", "0.1"),
+    ("validation.temperature", "-1 nan", "0 1"),
+    ("validation.top_p", "0 1.1 nan", "0.5"),
+    ("reward.timeout_s", "0 -1 nan .inf", "1"),
+    ("resources.train_ranks", "0 -1", "2"),
+    ("resources.rollout_ranks", "-1", "0"),
+    ("checkpoint.keep", "0 -1", "null 1"),
+    ("run.seed", "-1", "0"),
+])
+def test_values_alone(load, key, bad, good):
+    """Cases 8, 30: values that would fail or do harm in the middle of a run are refused at start, with the key."""
+    for value in bad.split():
+        assert key in refused(load, f"{key}={value}"), value
+    extra = ["stages.0.algorithm.kl_coef=0.1"] if key.endswith(("kl_target", "kl_horizon")) else []
+    for value in good.split():
+        load(f"{key}={value}", *extra)
+
+
+@pytest.mark.parametrize("overrides, keys", [
+    # Case 7: integer division never goes wrong in silence
+    (["stages.0.algorithm.prompts_per_update=3"], ["prompts_per_step = 8", "prompts_per_update = 3"]),
+    (["stages.0.algorithm.prompts_per_update=16"], ["algorithm.prompts_per_step = 8", "prompts_per_update = 16"]),
+    (["stages.0.steps=null"], ["stages.0.steps", "stages.0.epochs"]),
+    (["stages.0.epochs=1"], ["stages.0.steps", "stages.0.epochs"]),
+    (["stages=[]"], ["stages is empty"]),
+    (["data.train=[]"], ["data.train is empty"]),
+    (["rollout.top_p=0.9"], ["rollout.top_p", "rollout.top_k"]),
+    (["rollout.top_k=50"], ["rollout.top_p", "rollout.top_k"]),
+    (["reward.parts=[{kind: function}]"], ["reward.kind", "reward.parts"]),
+    (["reward.kind=null", "reward.parts=[{kind: function}]"], ["reward.kwargs", "reward.kind"]),
+    (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt", "grpo"]),
+    (["rollout.samples_per_prompt=1", "stages.0.algorithm.name=rloo"], ["rollout.samples_per_prompt", "rloo"]),
+    (["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_estimator=k1"], ["kl_estimator", "kl_in"]),
+    (["stages.0.algorithm.kl_target=0.1"], ["kl_target", "kl_coef"]),
+    (["rollout.max_new_tokens=16000"], ["data.max_prompt_tokens", "rollout.max_new_tokens", "tokens_per_micro_batch"]),
+    (["resources.launcher=local", "resources.train_ranks=2"], ["resources.launcher", "resources.train_ranks"]),
+    (["resources.launcher=local", "resources.ray_address=x:1"], ["resources.launcher", "resources.ray_address"]),
+    (["resources.rollout_ranks=1"], ["resources.rollout_ranks", "rollout.engine"]),
+    (["validation.every=5", "data.validation=[]"], ["validation.every", "data.validation"]),
+    (["validation.samples_per_prompt=4"], ["validation.samples_per_prompt", "validation.temperature"]),
+    (["checkpoint.save_contents=[model, all]", "checkpoint.load_contents=[]"], ["save_contents has all"]),
+    (["checkpoint.load_contents=[hf_model]"], ["load_contents has hf_model"]),
+    (["checkpoint.save_contents=[model, extra]"], ["load_contents has optimizer", "save_contents"]),
+    (["actor.optim.warmup_steps=10"], ["actor.optim.warmup_steps", "10 updates of stages.0"]),
+    (["stages.0.optim={warmup_steps: 10}"], ["stages.0.optim.warmup_steps", "stages.0"]),
+    (["stages.0.algorithm.critic_warmup_steps=10"], ["critic_warmup_steps", "10 steps"]),
+    (["trainer.trackers=[console, consol]"], ["trainer.trackers.1: no tracker 'consol'", "did you mean 'console'"]),
+    (["trainer.trackers=[console, console]"], ["trainer.trackers"]),
+    (["actor.backend=fdsp"], ["actor.backend: no backend 'fdsp'", "did you mean 'fsdp'"]),
+    (["rollout.engine=vlm"], ["rollout.engine: no rollout 'vlm'"]),
+    (["stages.0.algorithm.name=gpro"], ["stages.0.algorithm.name: no algorithm 'gpro'", "did you mean 'grpo'"]),
+    (["reward.kind=fn"], ["reward.kind: no reward 'fn'"]),
+    (["data.train.0.kind=csv"], ["data.train.0.kind: no source 'csv'; there is: datasets, jsonl"]),
+    (["data.validation.0.kind=csv"], ["data.validation.0.kind: no source 'csv'"]),
+    (["run.name="], ["run.name"]), (["run.name=a/b"], ["run.name"]), (["run.name=.."], ["run.name"]),
+    (["run.name= a"], ["run.name"]),
+])
+def test_combinations(load, overrides, keys):
+    """Cases 7, 8, 79, 90: impossible combinations fail at start and name the keys on both sides."""
+    message = refused(load, *overrides)
+    for key in keys:
+        assert key in message
+
+
+@pytest.mark.parametrize("overrides", [
+    [], ["stages.0.algorithm.prompts_per_update=4", "actor.optim.warmup_steps=19"], ["rollout.samples_per_prompt=2"],
+    ["rollout.samples_per_prompt=1", "stages.0.algorithm.name=ppo"], ["stages.0.steps=null", "stages.0.epochs=1"],
+    ["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_estimator=k1", "stages.0.algorithm.kl_in=reward"],
+    ["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_target=0.1"], ["rollout.max_new_tokens=15360"],
+    ["resources.launcher=local"], ["rollout.engine=far", "resources.rollout_ranks=1"], ["validation.top_p=0.5"],
+    ["validation.samples_per_prompt=4", "validation.temperature=0.7"], ["run.name=größe = 1.5b (x)"],
+    ["checkpoint.save_contents=[hf_model]", "checkpoint.load_contents=[]"],
+    ["actor.optim.warmup_steps=10", "stages.0.optim={lr: 1e-3}"],
+])
+def test_possible_combinations(load, overrides):
+    """The same rules let pass what is possible."""
+    load(*overrides)
+
+
+def test_rules_that_need_the_algorithm(load):
+    """Cases 7, 111: an online stage needs a reward; the samples of an update must reach every rank."""
+    online, offline = "stages.0.algorithm.name=online", "stages.0.algorithm.name=offline"
+    no_reward = ["reward.kind=null", "data.validation=[]"]
+    text = BASE.replace("{kind: function, kwargs: {path: \"rewards.py:score\"}}", "{}")
+    assert text != BASE
+
+    def check(*overrides):
+        validate_resolved(*load(*overrides))
+
+    for good in ([online], [offline], [online, "resources.train_ranks=64"], [offline, "resources.train_ranks=8"]):
+        check(*good)
+    assert "stages.0.algorithm.prompts_per_update x rollout.samples_per_prompt = 64" in refused(
+        check, online, "resources.train_ranks=65")
+    message = refused(check, offline, "resources.train_ranks=9")
+    assert "stages.0.algorithm.prompts_per_update = 8" in message
+    assert "resources.train_ranks = 9" in message
+    one = ["stages.0.algorithm.prompts_per_update=1", "rollout.samples_per_prompt=1", "resources.train_ranks=2"]
+    assert "prompts_per_update" in refused(check, online, *one)
+    assert "reward.kwargs" in refused(load, *no_reward)
+
+
+def test_online_stage_without_reward(tmp_path, monkeypatch):
+    """Case 111: training without any reward is no training."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path, "toy", TOY)
+    (tmp_path / "run.yaml").write_text("\n".join(
+        line.split(", validation")[0] + "}" if line.startswith("data") else line
+        for line in BASE.splitlines() if not line.startswith("reward")))
+
+    def check(*overrides):
+        validate_resolved(*load_config(tmp_path / "run.yaml", overrides))
+
+    check("stages.0.algorithm.name=offline")
+    assert refused(check, "stages.0.algorithm.name=online") == (
+        "stages.0.algorithm.name online needs reward.kind or reward.parts")
+    assert "data.validation needs reward.kind" in refused(
+        check, "data.validation=${data.train}", "stages.0.algorithm.name=offline")
+
+
+def test_built_in_names_are_what_they_say():
+    """Every built-in name can be imported once all of core is there; algorithms say whether they generate."""
+    plugins = Plugins.load([])
+    assert {name: plugins.resolve("algorithm", name).online for name in plugins.provided("algorithm")} == {
+        "grpo": True, "rloo": True, "ppo": True, "sft": False}
