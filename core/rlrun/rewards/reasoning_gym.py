@@ -17,13 +17,14 @@ class ReasoningGymReward:
     """
 
     def __init__(self, tag: str | None = None) -> None:
-        self.tag = tag
+        # here and not in the module or the call: loading takes seconds, and a call has a time limit
+        import reasoning_gym
+        from reasoning_gym.utils import extract_answer
+
+        self.tag, self.extract, self.make_scorer = tag, extract_answer, reasoning_gym.get_score_answer_fn
         self.scorers: dict[str, Callable[..., float]] = {}
 
     def __call__(self, item: RewardItem) -> dict[str, Any]:
-        from reasoning_gym import get_score_answer_fn
-        from reasoning_gym.utils import extract_answer
-
         if "reasoning_gym" in item.extra:
             dataset, entry = item.extra["reasoning_gym"]["dataset"], item.extra["reasoning_gym"]["entry"]
         elif "source_dataset" in (metadata := item.extra.get("metadata") or {}):
@@ -32,7 +33,7 @@ class ReasoningGymReward:
         else:
             raise ValueError("not a sample of reasoning_gym: it has neither an entry nor metadata.source_dataset")
         if dataset not in self.scorers:
-            self.scorers[dataset] = get_score_answer_fn(dataset)
-        answer = extract_answer(item.completion, self.tag) if self.tag else item.completion.strip()
+            self.scorers[dataset] = self.make_scorer(dataset)
+        answer = self.extract(item.completion, self.tag) if self.tag else item.completion.strip()
         score = float(self.scorers[dataset](answer, entry))
         return {"score": score, "correct": float(score >= 1), "pred": answer or ""}
