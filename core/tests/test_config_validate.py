@@ -3,7 +3,7 @@
 import pytest
 
 from rlrun.config.load import load_config
-from rlrun.config.validate import validate_resolved
+from rlrun.config.validate import validate, validate_resolved
 from rlrun.errors import ConfigError
 from rlrun.plugins import Plugins
 from rlrun.testing.installed import install
@@ -53,40 +53,51 @@ def refused(load, *overrides):
     return str(caught.value)
 
 
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize("key, bad, good", [
-    ("stages.0.algorithm.kl_target", "0 -1 nan .inf", "0.1"),
-    ("stages.0.algorithm.kl_horizon", "0 -1 nan", "1"),
-    ("rollout.temperature", "0 -1 nan .inf -.inf", "0.5"),
-    ("rollout.samples_per_prompt", "0 -1 1 nan", "2"),
-    ("stages.0.algorithm.gamma", "0 -1 1.01 nan", "1"),
-    ("stages.0.algorithm.lam", "-0.1 1.1 nan", "0 1"),
-    ("stages.0.algorithm.clip_low", "0 -1 1 nan", "0.9"),
-    ("stages.0.algorithm.clip_high", "0 -1 nan .inf", "5"),
-    ("stages.0.algorithm.value_clip", "0 -1 nan", "0.1"),
-    ("stages.0.algorithm.kl_coef", "-1 nan", "0 0.1"),
-    ("stages.0.algorithm.prompts_per_step", "0 -8", "16"),
-    ("stages.0.algorithm.epochs_per_step", "0 -1", "3"),
-    ("stages.0.steps", "0 -1", "1"),
-    ("actor.optim.lr", "0 -1 nan .inf inf", "1"),
-    ("actor.optim.betas", "[0.9] [0.9,0.9,0.9] [1,0.9] [0.9,-1] [nan,0.9]", "[0,0.5]"),
-    ("critic.optim.betas", "[0.9]", "[0,0.5]"),
-    ("actor.optim.decay_fraction", "0 1.5", "1"),
-    ("data.train.0.weight", "0 -1 nan", "0.1"),
-    ("validation.temperature", "-1 nan", "0 1"),
-    ("validation.top_p", "0 1.1 nan", "0.5"),
-    ("reward.timeout_s", "0 -1 nan .inf", "1"),
-    ("resources.train_ranks", "0 -1", "2"),
-    ("resources.rollout_ranks", "-1", "0"),
-    ("checkpoint.keep", "0 -1", "null 1"),
-    ("run.seed", "-1", "0"),
+    ("stages.0.algorithm.kl_target", [0.0, -1.0, NAN, INF], [0.1]),
+    ("stages.0.algorithm.kl_horizon", [0, -1], [1]),
+    ("rollout.temperature", [0.0, -1.0, NAN, INF, -INF], [0.5]),
+    ("rollout.samples_per_prompt", [0, -1, 1], [2]),
+    ("stages.0.algorithm.gamma", [0.0, -1.0, 1.01, NAN], [1.0]),
+    ("stages.0.algorithm.lam", [-0.1, 1.1, NAN], [0.0, 1.0]),
+    ("stages.0.algorithm.clip_low", [0.0, -1.0, 1.0, NAN], [0.9]),
+    ("stages.0.algorithm.clip_high", [0.0, -1.0, NAN, INF], [5.0]),
+    ("stages.0.algorithm.value_clip", [0.0, -1.0, NAN], [0.1]),
+    ("stages.0.algorithm.kl_coef", [-1.0, NAN], [0.2]),
+    ("stages.0.algorithm.prompts_per_step", [0, -8], [16]),
+    ("stages.0.algorithm.epochs_per_step", [0, -1], [3]),
+    ("stages.0.steps", [0, -1], [1]),
+    ("actor.optim.lr", [0.0, -1.0, NAN, INF], [1.0]),
+    ("actor.optim.betas", [[0.9], [0.9] * 3, [1.0, 0.9], [0.9, -1.0], [NAN, 0.9]], [[0.0, 0.5]]),
+    ("critic.optim.betas", [[0.9]], [[0.0, 0.5]]),
+    ("actor.optim.decay_fraction", [0.0, 1.5], [1.0]),
+    ("data.train.0.weight", [0.0, -1.0, NAN], [0.1]),
+    ("validation.temperature", [-1.0, NAN], [0.0, 1.0]),
+    ("validation.top_p", [0.0, 1.1, NAN], [0.5]),
+    ("reward.timeout_s", [0.0, -1.0, NAN, INF], [1.0]),
+    ("resources.train_ranks", [0, -1], [2]),
+    ("resources.rollout_ranks", [-1], [0]),
+    ("checkpoint.keep", [0, -1], [None, 1]),
+    ("run.seed", [-1], [0]),
 ])
 def test_values_alone(load, key, bad, good):
     """Cases 8, 30: values that would fail or do harm in the middle of a run are refused at start, with the key."""
-    for value in bad.split():
-        assert key in refused(load, f"{key}={value}"), value
-    extra = ["stages.0.algorithm.kl_coef=0.1"] if key.endswith(("kl_target", "kl_horizon")) else []
-    for value in good.split():
-        load(f"{key}={value}", *extra)
+    config, plugins = load("stages.0.algorithm.kl_coef=0.1")
+
+    def check(value):
+        section, *rest = config, *key.split(".")
+        for part in rest[:-1]:
+            section = section[int(part)] if isinstance(section, list) else getattr(section, part)
+        setattr(section, rest[-1], value)
+        validate(config, plugins)
+
+    for value in bad:
+        assert key in refused(check, value), value
+    for value in good:
+        check(value)
 
 
 @pytest.mark.parametrize("overrides, keys", [
