@@ -25,11 +25,13 @@ def reference(q, k, v, lengths, scale=None, window=None, softcap=None):
 
 def inputs(seed=0, total=sum(LENGTHS)):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(total, heads, 8, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
+    shapes = [(total, heads, 8) for heads in (4, 2, 2)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"scale": 0.3}, {"window": 1}, {"window": 3}, {"window": 100}, {"softcap": 1.5}, {"softcap": 1.5, "window": 3, "scale": 2.0},
+    {}, {"scale": 0.3}, {"window": 1}, {"window": 3}, {"window": 100}, {"softcap": 1.5},
+    {"softcap": 1.5, "window": 3, "scale": 2.0},
 ])
 def test_equals_masked_softmax(options):
     """Values and gradients, grouped queries, windows and soft caps."""

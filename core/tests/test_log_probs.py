@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 
@@ -18,7 +17,8 @@ from rlrun.models.log_probs import chosen_log_probs
 def test_known_values(temperature, entropy, log_prob):
     """Case 93: one temperature for log-probability and entropy."""
     logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
-    got = chosen_log_probs(logits, torch.eye(3, dtype=torch.float64), None, torch.tensor([0]), temperature, entropy=True)
+    weight, target = torch.eye(3, dtype=torch.float64), torch.tensor([0])
+    got = chosen_log_probs(logits, weight, None, target, temperature, entropy=True)
     assert [round(float(x), 4) for x in got] == [log_prob, entropy]
 
 
@@ -49,18 +49,21 @@ def test_equals_plain(scale, softcap, bias, entropy):
         total = (log_probs * factors[0]).sum() + ((entropies * factors[1]).sum() if entropy else 0.0)
         total.backward()
         assert log_probs.dtype == torch.float64
-        results.append([log_probs, hidden.grad, weight.grad, *([offset.grad] if bias else []), *([entropies] if entropy else [])])
+        results.append([log_probs, hidden.grad, weight.grad])
+        results[-1] += ([offset.grad] if bias else []) + ([entropies] if entropy else [])
     for got, expected in zip(*results):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_half_precision_is_summed_in_float32():
     """bf16 inputs: float32 results, gradients in bf16, close to the float64 truth."""
-    hidden, weight = (torch.randn(*s, generator=torch.Generator().manual_seed(1)).bfloat16() for s in ((8, 16), (300, 16)))
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((8, 16), (300, 16)))
     hidden.requires_grad_()
     log_probs, _ = chosen_log_probs(hidden, weight, None, torch.arange(8))
     log_probs.sum().backward()
-    truth, _ = plain((hidden @ weight.T).double(), torch.eye(300, dtype=torch.float64), None, torch.arange(8), 1.0, 1.0, None)
+    logits, identity = (hidden @ weight.T).double(), torch.eye(300, dtype=torch.float64)
+    truth, _ = plain(logits, identity, None, torch.arange(8), 1.0, 1.0, None)
     assert log_probs.dtype == torch.float32
     assert hidden.grad.dtype == torch.bfloat16
     torch.testing.assert_close(log_probs.double(), truth, rtol=1e-5, atol=1e-5)
@@ -92,8 +95,7 @@ assert torch.allclose(got[0], logits.gather(1, targets[:, None])[:, 0], rtol=1e-
 
 
 def test_memory():
-    """Case 120: 512 tokens of 50,000 words have 100 MB of logits; the backward pass included, it takes less than those and
-    one chunk more."""
-    assert resource.RUSAGE_SELF == 0
+    """Case 120: 512 tokens of 50,000 words have 100 MB of logits; with the backward pass it takes no more than those
+    and a chunk's temporaries (plain: four times the logits)."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 220, done.stdout

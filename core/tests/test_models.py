@@ -31,8 +31,8 @@ def packed_row(lengths=(5, 1, 9, 3, 3)):
 
 @pytest.mark.parametrize("kind, extra", KINDS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_packed_equals_separate_forwards(tmp_path, kind, extra):
-    """Case 28: each sequence of a packed row as if alone, whatever the architecture does to attention and logits; GPT-2's
-    positions are absolute. The weights that go out are those that save_pretrained wrote, under its names."""
+    """Case 28: each sequence of a packed row as if alone, whatever the architecture does to attention and logits
+    (GPT-2's positions are absolute). The weights that go out are those that save_pretrained wrote, under its names."""
     save_tiny(tmp_path, kind, **(SIZES | extra))
     policy = loading.load_policy(str(tmp_path), "lm", torch.float32)
     alone = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -68,8 +68,8 @@ def test_prompt_of_two_answer_of_three(tmp_path):
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)(ids[None]).logits[0].log_softmax(-1)
     assert torch.equal(log_probs != 0, mask)
     assert torch.equal(values != 0, mask)
-    assert float(log_probs[2]) == pytest.approx(float(expected[1, 9]), rel=1e-10)
-    assert float(values[2]) == pytest.approx(float(critic.value_head(hidden[1])), rel=1e-10)
+    assert log_probs[2].item() == pytest.approx(expected[1, 9].item(), rel=1e-10)
+    assert values[2].item() == pytest.approx(critic.value_head(hidden[1]).item(), rel=1e-10)
     with pytest.raises(ValueError, match="values"):
         policy(*row, {"values"})
 
@@ -116,7 +116,8 @@ def test_dropout_is_set_to_zero(tmp_path, caplog):
         policy = loading.load_policy(str(tmp_path), "lm", torch.float64)
     assert [r.message for r in caplog.records if "attention_dropout=0.1" in r.message]
     row = packed_row()
-    assert torch.equal(policy.train()(*row, {"log_probs"})["log_probs"], policy.eval()(*row, {"log_probs"})["log_probs"])
+    modes = [model(*row, {"log_probs"})["log_probs"] for model in (policy.train(), policy.eval())]
+    assert torch.equal(*modes)
 
 
 def test_all_ids_that_end_a_sequence(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlrun.workers.protocol import Layout
-
 from rlrun_fsdp.plugin import FsdpConfig
 
 if TYPE_CHECKING:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rlrun.models.loading import export
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from rlrun.models.loading import export
 
 if TYPE_CHECKING:
     from rlrun_fsdp.worker import FsdpWorker

@@ -9,12 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rlrun.batch import Atom, Batch, micro_batches
-from rlrun.memory import empty_cache
-from rlrun.metrics import Value
-from rlrun.models.loading import load_policy, saved_weights
-from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
-from rlrun.workers.schedule import lr_factor
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -22,6 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlrun.batch import Atom, Batch, micro_batches
+from rlrun.memory import empty_cache
+from rlrun.metrics import Value
+from rlrun.models.loading import load_policy, saved_weights
+from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
+from rlrun.workers.schedule import lr_factor
 from rlrun_fsdp.plugin import FsdpConfig
 
 

@@ -1,0 +1,197 @@
+"""Checkpoints: resumed runs go on as if never stopped, at any number of ranks; write errors raise everywhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+CONTENTS = ["model", "optimizer", "extra"]
+
+
+def adam(tools, path, **changes):
+    return tools.make_config(path, actor__optim__name="adamw", actor__optim__lr=0.01, actor__optim__schedule="cosine",
+                             actor__optim__warmup_steps=3, **changes)
+
+
+def whole_state(worker):
+    """Gathered parameters and optimizer moments."""
+    state = {name: p.full_tensor().detach().clone() for name, p in worker.model.named_parameters()}
+    for name, p in worker.model.named_parameters():
+        for key, x in worker.optimizer.state[p].items():
+            state[f"{name}.{key}"] = x.full_tensor().clone() if hasattr(x, "full_tensor") else x.clone()
+    return state
+
+
+def train(tools, config, batch, steps, load=None, save=None, contents=CONTENTS):
+    worker = tools.make_worker(config, total_updates=10)
+    plugins = worker.spec.plugins
+    if load is not None:
+        plugins.load_checkpoint(worker, load, contents)
+    resumed = whole_state(worker)
+    mine, counts = tools.my_shard(batch), batch.denominators()
+    lrs = [worker.update(mine, tools.TermsLoss(), counts)["lr"].result for _ in range(steps)]
+    if save is not None:
+        plugins.save_checkpoint(worker, save, contents)
+    return lrs, resumed, whole_state(worker)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_resume_equals_uninterrupted(gpt2, ranks1, ranks2, tools, tmp_path):
+    """Cases 44, 51, 52: learning rates 1..10 are those of 1..5 and 6..10; parameters and moments are bit-equal, also
+    gathered after a change from 2 ranks to 1 and from 1 to 2."""
+    batch, config = tools.make_batch(), adam(tools, gpt2)
+    whole, _, end = ranks2.run(train, tools, config, batch, 10)[0]
+    first, _, middle = ranks2.run(train, tools, config, batch, 5, None, tmp_path / "two")[0]
+    for lrs, resumed, after in ranks2.run(train, tools, config, batch, 5, tmp_path / "two"):
+        assert first + lrs == whole
+        assert same(resumed, middle)
+        assert same(after, end)
+    [(lrs, resumed, _)] = ranks1.run(train, tools, config, batch, 5, tmp_path / "two", tmp_path / "one")
+    assert first + lrs == whole
+    assert same(resumed, middle)
+    [(_, _, saved)] = ranks1.run(train, tools, config, batch, 0, tmp_path / "one")
+    assert all(same(resumed, saved) for _, resumed, _ in ranks2.run(train, tools, config, batch, 0, tmp_path / "one"))
+
+
+def test_weights_only(gpt2, ranks1, tools, tmp_path):
+    """Case 52: without optimizer and extra the schedule starts anew; a new rate in the configuration wins over a saved
+    one."""
+    batch, config = tools.make_batch(), adam(tools, gpt2)
+    ranks1.run(train, tools, config, batch, 2, None, tmp_path)
+    [(lrs, resumed, _)] = ranks1.run(train, tools, config, batch, 1, tmp_path, None, ["model"])
+    assert lrs == pytest.approx([0.01 / 3])
+    assert all(float(x.abs().max()) == 0 for name, x in resumed.items() if "exp_avg" in name)
+    config.actor.optim.lr, config.actor.optim.betas = 0.03, [0.5, 0.9]
+    [(lrs, _, _)] = ranks1.run(train, tools, config, batch, 1, tmp_path)
+    assert lrs == pytest.approx([0.03])
+
+
+def test_saving_changes_nothing(gpt2, ranks1, tools, tmp_path):
+    """A checkpoint before the first update leaves the optimizer as it was."""
+    batch, config = tools.make_batch(), adam(tools, gpt2)
+
+    def run(save):
+        worker = tools.make_worker(config, total_updates=10)
+        if save:
+            worker.spec.plugins.save_checkpoint(worker, tmp_path, CONTENTS)
+        worker.update(batch, tools.TermsLoss(), batch.denominators())
+        return whole_state(worker)
+
+    assert same(ranks1.run(run, True)[0], ranks1.run(run, False)[0])
+
+
+def test_random_states(gpt2, ranks2, tools, tmp_path):
+    """Case 53: each rank gets its own python, numpy and torch streams back."""
+    config = tools.make_config(gpt2)
+
+    def draws():
+        import random
+
+        import numpy as np
+
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def save():
+        import random
+
+        import numpy as np
+        import torch.distributed as dist
+
+        worker = tools.make_worker(config)
+        for seeder in (random.seed, np.random.seed, torch.manual_seed):
+            seeder(100 + dist.get_rank())
+        draws()
+        worker.spec.plugins.save_checkpoint(worker, tmp_path, ["extra"])
+        return draws()
+
+    def load():
+        worker = tools.make_worker(config)
+        worker.spec.plugins.load_checkpoint(worker, tmp_path, ["extra"])
+        return draws()
+
+    saved = ranks2.run(save)
+    assert saved[0] != saved[1]
+    assert ranks2.run(load) == saved
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_export(llama, ranks2, tools, tmp_path, dtype):
+    """Cases 43, 44: after an update on two ranks the export loads with transformers alone, in the dtype that its config
+    names, and gives the trainer's log-probabilities."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    batch = tools.make_batch((9,))
+
+    def run():
+        worker = tools.make_worker(tools.make_config(llama, model__dtype=dtype))
+        worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators())
+        worker.spec.plugins.save_checkpoint(worker, tmp_path, ["hf_model"])
+        return worker.forward(batch, {"log_probs"})["log_probs"]
+
+    mine = ranks2.run(run)[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    assert str(model.dtype) == f"torch.{dtype}"
+    assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == dtype
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 1
+    with torch.no_grad():
+        logits = model(batch.tokens["ids"][None]).logits[0].float() / 0.7
+    expected = logits.log_softmax(-1)[:-1].gather(1, batch.tokens["ids"][1:, None])[:, 0]
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(mine[2:], expected[1:], rtol=tolerance, atol=tolerance)
+
+
+def test_critic_export(gpt2, ranks2, tools, tmp_path):
+    """A critic's checkpoint and export both bring its head back."""
+    batch, config = tools.make_batch(), tools.make_config(gpt2)
+
+    def run():
+        worker = tools.make_worker(config, ("values",), head="value")
+        worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators())
+        worker.spec.plugins.save_checkpoint(worker, tmp_path, ["model", "optimizer", "hf_model"])
+        values = worker.forward(batch, {"values"})["values"]
+        resumed = tools.make_worker(config, ("values",), head="value")
+        resumed.spec.plugins.load_checkpoint(resumed, tmp_path, ["model", "optimizer"])
+        exported = tools.make_worker(config, ("values",), head="value", path=str(tmp_path / "hf"))
+        return values, *(w.forward(batch, {"values"})["values"] for w in (resumed, exported))
+
+    for values, resumed, exported in ranks2.run(run):
+        assert float(values.abs().max()) > 0.01
+        assert torch.equal(values, resumed)
+        torch.testing.assert_close(values, exported, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("contents, broken", [
+    (["model"], "os.fsync"), (["extra"], "torch.save"), (["hf_model"], "rlrun_fsdp.checkpoint.export"),
+])
+def test_a_full_disk_reaches_all_ranks(gpt2, ranks2, tools, tmp_path, contents, broken):
+    """A write error on rank 0 raises OSError on both ranks; nobody waits for anybody."""
+    config = tools.make_config(gpt2)
+
+    def run():
+        from unittest import mock
+
+        import torch.distributed as dist
+
+        worker = tools.make_worker(config)
+        full = mock.patch(broken, side_effect=OSError(28, "No space left on device"))
+        try:
+            if dist.get_rank() == 0:
+                with full:
+                    worker.spec.plugins.save_checkpoint(worker, tmp_path, contents)
+            else:
+                worker.spec.plugins.save_checkpoint(worker, tmp_path, contents)
+        except Exception as error:  # noqa: BLE001 - what it is, is what is tested
+            chain = [error]
+            while chain[-1].__cause__ is not None:
+                chain.append(chain[-1].__cause__)
+            return [type(e).__name__ for e in chain], str(chain)
+        return None
+
+    for names, text in ranks2.run(run, timeout=30):
+        assert "OSError" in names
+        assert "No space left" in text

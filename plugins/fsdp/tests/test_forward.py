@@ -1,0 +1,104 @@
+"""What forward returns, and that update computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def reference(gpt2, tools):
+    """[T] log-probabilities at temperature 0.7 of a batch, by transformers, one sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(gpt2, dtype=torch.float64, attn_implementation="eager").eval()
+    batch = tools.make_batch((5, 9, 3, 12, 6, 9, 2, 4))
+    column = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    with torch.no_grad():
+        for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()):
+            ids = batch.tokens["ids"][start:end]
+            log_probs = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)
+            column[start + 1:end] = log_probs[:-1].gather(1, ids[1:, None])[:, 0]
+    return batch, torch.where(batch.tokens["loss_mask"], column, 0.0)
+
+
+@pytest.mark.parametrize("tokens", [4096, 20, 12])
+def test_order_is_the_batchs(gpt2, ranks2, tools, reference, tokens):
+    """Micro-batches mix and sort rows; columns come back in the batch's order, on both ranks and for an empty shard."""
+    batch, expected = reference
+
+    def forward():
+        import torch.distributed as dist
+
+        worker = tools.make_worker(tools.make_config(gpt2, actor__tokens_per_micro_batch=tokens))
+        empty = worker.forward(batch.select([] if dist.get_rank() else range(len(batch))), {"log_probs", "entropy"})
+        return empty, worker.forward(batch, {"log_probs"})
+
+    for rank, (uneven, whole) in enumerate(ranks2.run(forward)):
+        torch.testing.assert_close(whole["log_probs"], expected, rtol=1e-10, atol=1e-10)
+        assert uneven["log_probs"].shape == ((0,) if rank else expected.shape)
+        if not rank:
+            torch.testing.assert_close(uneven["log_probs"], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_ratio_is_one_on_the_first_update(llama, gpt2, ranks1, ranks2, tools):
+    """Case 27: in float32 update's own log-probabilities are those that forward gave, whatever the micro-batches."""
+    from rlrun.workers.protocol import Term
+
+    batch = tools.make_batch((5, 9, 3, 12, 6, 9, 4, 4))
+
+    def gap(outputs, micro):
+        mask = micro.tokens["loss_mask"]
+        distance = (outputs["log_probs"] - micro.tokens["log_probs"])[mask]
+        return {"loss": Term(distance.exp().sum(), "tokens", 1.0), "gap": Term(distance.detach().abs().max(), "max")}
+
+    def run(path, score_tokens, train_tokens):
+        worker = tools.make_worker(tools.make_config(path, model__dtype="float32"), ("log_probs",))
+        mine = tools.my_shard(batch)
+        worker.spec.config.actor.tokens_per_micro_batch = score_tokens
+        mine.tokens["log_probs"] = worker.forward(mine, {"log_probs"})["log_probs"]
+        worker.spec.config.actor.tokens_per_micro_batch = train_tokens
+        return worker.update(mine, gap, batch.denominators())["gap"].result
+
+    for pool in (ranks1, ranks2):
+        for path, score, train in ((llama, 4096, 12), (llama, 27, 14), (gpt2, 14, 27), (gpt2, 27, 4096)):
+            assert max(pool.run(run, path, score, train)) < 1e-6
+
+
+def test_reference_equals_actor_exactly(llama, ranks1, ranks2, tools):
+    """Cases 44, 67: the actor keeps float32 parameters, the frozen reference bf16 ones, and the KL is exactly 0."""
+    batch = tools.make_batch()
+
+    def both():
+        config = tools.make_config(llama, model__dtype="bfloat16")
+        actor, ref = tools.make_worker(config), tools.make_worker(config, trainable=False)
+        stored = {p.dtype for p in actor.model.parameters()}, {p.dtype for p in ref.model.parameters()}
+        sent = {tensor.dtype for _, tensor in actor.weights()}
+        return stored, sent, [w.forward(batch, {"log_probs"})["log_probs"] for w in (actor, ref)]
+
+    for pool in (ranks1, ranks2):
+        for stored, sent, (mine, theirs) in pool.run(both):
+            assert stored == ({torch.float32}, {torch.bfloat16})
+            assert sent == {torch.bfloat16}
+            assert mine.dtype == torch.float32
+            assert float(mine.abs().max()) > 1.0
+            assert torch.equal(mine, theirs)
+
+
+def test_forward_sees_new_weights(gpt2, ranks1, tools):
+    """Parameters gathered by a forward are not those of the next one, after an update or a load."""
+    batch = tools.make_batch()
+
+    def run():
+        worker = tools.make_worker(tools.make_config(gpt2, fsdp__reshard_after_forward=False))
+        first = worker.forward(batch, {"log_probs"})["log_probs"]
+        with torch.no_grad():
+            for p in worker.model.parameters():
+                p.mul_(1.5)
+        second = worker.forward(batch, {"log_probs"})["log_probs"]
+        worker.update(batch, tools.TermsLoss(), batch.denominators())
+        return first, second, worker.forward(batch, {"log_probs"})["log_probs"]
+
+    [(first, second, third)] = ranks1.run(run)
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
