@@ -69,8 +69,8 @@ def process(site):
 
     def process(*args, code=0, before=""):
         program = f"import sys\n{before}\nfrom rlrun.cli import main\nmain()"
-        done = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, cwd=site, timeout=60,
-                              env={**os.environ, "PYTHONPATH": str(site)})
+        done = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, cwd=site,
+                              timeout=60, env={**os.environ, "PYTHONPATH": str(site)})
         assert done.returncode == code, done.stderr
         return done
 
@@ -81,7 +81,7 @@ def process(site):
     (["--version"], 0.5), (["plugins"], 1.5), (["run.yaml", "-p", "toy", "--print-config"], 1.5),
 ])
 def test_quick_answers(process, args, limit):
-    """What loads no model answers at once. The best of some tries counts: the machine may be busy with other things."""
+    """What loads no model answers at once. The best of some tries counts: the machine may be busy."""
     times = []
     while not times or (min(times) > limit and len(times) < 5):
         start = time.perf_counter()

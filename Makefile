@@ -1,0 +1,43 @@
+# Every target works on a fresh clone: it creates .venv and installs what it needs first.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+SEED ?= 0
+BIN := .venv/bin
+READY := .venv/.ready
+DEMO_MODEL := build/demo-model
+
+# Ranks are processes of their own, so each takes one thread.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test test-slow lint bench
+
+setup: $(READY)
+
+# torch goes first and pinned, so that a CPU build is taken where an index offers one
+$(READY): pyproject.toml core/pyproject.toml plugins/fsdp/pyproject.toml
+	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or 3.12; make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e 'core[testing]' -e plugins/fsdp --group dev
+	touch $@
+
+$(DEMO_MODEL)/config.json: | $(READY)
+	$(BIN)/python -m rlrun.models.tiny $(DEMO_MODEL) --task spell_backward
+
+demo: $(READY) $(DEMO_MODEL)/config.json
+	$(BIN)/rl-run examples/quickstart.yaml -p fsdp run.seed=$(SEED)
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	set -e; for script in $(wildcard benchmarks/*.py); do $(BIN)/python $$script; done
