@@ -212,6 +212,8 @@ def test_structure_is_kept(load):
     assert refused(load, text="- a\n- b").endswith("a configuration is a mapping of keys to values")
     assert "given twice" in refused(load, text=BASE + "run: {name: again}\n")
     assert refused(load, "trainer.max_skipped_updates=four").startswith("trainer.max_skipped_updates: 'four'")
+    assert refused(load, "model.path=null").startswith("model.path: null")
+    assert load("model.tokenizer=null").model.tokenizer is None
     config = load("rollout.stop=[a, b]", "reward.kwargs={limit: 3}", "reward.kwargs.deep.er=1e-3",
                   "reward.kwargs.off=off")
     assert config.rollout.stop == ["a", "b"]

@@ -100,7 +100,7 @@ def _schema(recipe: Recipe, sections: tuple[tuple[str, type], ...]) -> type[Conf
 
 
 @cache
-def _defaults(cls: type[Config]) -> DictConfig:
+def _defaults(cls: Any) -> DictConfig:
     """All defaults, typed. Slow to build; merging copies it."""
     defaults = OmegaConf.structured(cls)
     assert isinstance(defaults, DictConfig)
