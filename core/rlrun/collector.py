@@ -203,10 +203,10 @@ def reward_metrics(scores: Iterable[Score]) -> Mapping[str, Value]:
     scores = list(scores)
     sums: dict[str, Value] = {
         "reward/correct": Value(sum(s.correct for s in scores if s.error is None), sum(s.error is None for s in scores)),
-        "reward/errors": Value(sum(s.error is not None for s in scores), 1.0),
+        "reward/errors": Value(sum(s.error is not None for s in scores), None, "sum"),
     }
     for score in scores:
         for part, value in score.parts.items():
             old = sums.get(f"reward/{part}", Value(0.0, 0.0))
             sums[f"reward/{part}"] = Value(old.total + value, (old.count or 0.0) + 1)
-    return {name: value for name, value in sums.items() if value.count}
+    return {name: value for name, value in sums.items() if value.count != 0}

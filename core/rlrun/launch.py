@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlrun.checkpoint import Checkpoint, Checkpoints, find
 from rlrun.collector import AnswerCollector, Collector, Generator, RolloutCollector
-from rlrun.config.load import changes, save_resolved, to_values
+from rlrun.config.changes import changes
+from rlrun.config.load import save_resolved
 from rlrun.config.validate import validate_resolved
 from rlrun.data.prompts import load_data
 from rlrun.data.sampler import Sampler
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 def run(config: Config, plugins: Plugins, resume: str = "auto") -> int:
     """Train, from the start or from the run folder's last checkpoint. Returns the exit code; errors are raised."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     validate_resolved(config, plugins)
     directory = Path(config.run.dir) / config.run.name
     with Lock(directory):
@@ -121,10 +121,9 @@ class Run:
         save_resolved(config, self.directory / "config.yaml")
         (self.directory / "plugins.json").write_text(json.dumps(plugins.manifest(), indent=1))
         plugins.copy_files_to(self.directory)
-        self.tokenizer = load_tokenizer(config)
+        tokenizer_path = config.model.tokenizer or config.model.path
+        self.tokenizer = load_tokenizer(tokenizer_path)
         data = load_data(config.data, self.tokenizer, plugins)
-        for line in data.notices:
-            log.info(line)
         self.validation = data.validation
         self.sampler = Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
         self.total_steps = sum(self.stage_steps(stage) for stage in config.stages)
@@ -137,7 +136,7 @@ class Run:
         self.workers = WorkerGroup(self._ranks, layout(config, plugins))
         if self._pool is not None:
             self.workers.call("start_engine")
-            self.generator = Generator(config, self.workers, self._pool, self.tokenizer, eos_ids(config, self.tokenizer))
+            self.generator = Generator(config, self.workers, self._pool, self.tokenizer, eos_ids(config.model.path, self.tokenizer))
         self.trackers = [Jsonl(self.directory, self.total_steps, self.resumed_step)]
         for name in config.trainer.trackers:
             self.trackers.append(plugins.resolve("tracker", name)(self.directory, self.total_steps, self.resumed_step))
@@ -147,11 +146,7 @@ class Run:
         if stage.steps is not None:
             return stage.steps
         assert stage.epochs is not None
-        steps = stage.epochs * self.sampler.draws_per_epoch // stage.algorithm.prompts_per_step
-        if not steps:
-            raise ConfigError(f"stages: {stage.epochs} epochs of {self.sampler.draws_per_epoch} prompts do not fill one step of "
-                              f"algorithm.prompts_per_step = {stage.algorithm.prompts_per_step}")
-        return steps
+        return self.sampler.steps(stage.epochs, stage.algorithm.prompts_per_step)
 
     def algorithm(self, stage: StageConfig) -> Algorithm:
         algorithm: Algorithm = self.plugins.resolve("algorithm", stage.algorithm.name)(self.config, stage)
@@ -226,7 +221,6 @@ def layout(config: Config, plugins: Plugins) -> Layout:
 
 def start_ranks(config: Config, plugins: Plugins) -> Ranks:
     """Start the ranks, on Ray or here, and connect them."""
-    values = to_values(config)
     if config.resources.launcher == "local":
         import torch
 
@@ -235,9 +229,8 @@ def start_ranks(config: Config, plugins: Plugins) -> Ranks:
 
         wanted = config.resources.device
         device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
-        rank = Rank(0, 1, device, values, plugins.recipe(), plugins.manifest())
-        return LocalRanks(rank, config.trainer.phase_timeout_s)
+        return LocalRanks(Rank(0, 1, device, config, plugins), config.trainer.phase_timeout_s)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     from rlrun.workers.ray_ranks import RayRanks
 
-    return RayRanks(config, values, plugins)
+    return RayRanks(config, plugins)

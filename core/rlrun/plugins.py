@@ -81,7 +81,11 @@ class Plugins:
 
     def provided(self, kind: str) -> dict[str, str]:
         """What can be chosen of a kind: name -> "package.module:Class"."""
-        return {name: target for name, (_, target) in self._provided[kind].items()}
+        return {name: _importable(*choice) for name, choice in self._provided[kind].items()}
+
+    def files(self) -> list[tuple[str, str]]:
+        """The plugins that are files: the module each one becomes, and its path on the driver."""
+        return [(module_name(str(f.path), f.source), str(f.path)) for f in self._found.values() if f.source is not None]
 
     def provider(self, kind: str, name: str) -> str:
         """Name of the plugin that provides something. Raises ConfigError where none does."""
@@ -100,10 +104,8 @@ class Plugins:
     def resolve(self, kind: str, name: str) -> type[Any]:
         """Import the class behind a name. Raises ConfigError for unknown names, PluginError where the import fails."""
         found = self._found[self.provider(kind, name)]
-        target = self._provided[kind][name][1]
+        target = _importable(found, self._provided[kind][name][1])
         module, _, attribute = target.partition(":")
-        if found.source is not None and module == found.name:
-            module = module_name(str(found.path), found.source)
         try:
             resolved = attrgetter(attribute)(import_module(module))
         except Exception as error:
@@ -212,6 +214,14 @@ def _rebuild(recipe: Recipe, manifest: list[dict[str, Any]]) -> Plugins:
     plugins = Plugins.from_recipe(recipe)
     plugins.check_same(manifest)
     return plugins
+
+
+def _importable(found: Found, target: str) -> str:
+    """A target under the module name that a plugin in one file was given, where it names itself."""
+    module, _, attribute = target.partition(":")
+    if found.source is not None and module == found.name:
+        return f"{module_name(str(found.path), found.source)}:{attribute}"
+    return target
 
 
 def _wraps(impl: pluggy.HookImpl) -> bool:

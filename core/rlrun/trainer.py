@@ -129,7 +129,8 @@ class Trainer:
                     parts.append(_prefixed(role, update))
                 batch.tokens.pop("gap_mask", None)  # from the second update on, the trainer's policy has moved
         parts += [self.run.workers.memory(), data_metrics(batch, self.config.rollout.max_new_tokens, self.config.data.max_prompt_tokens)]
-        metrics = {**results(merge(parts)), **performance_metrics(batch, self.timings, self.config.resources.train_ranks)}
+        ranks = self.config.resources.train_ranks
+        metrics = {**results(merge(parts)), **performance_metrics(batch, self.timings, ranks), **timing_metrics(self.timings, batch)}
         self._dump(collector.records(), f"step_{self.step + 1:06d}", self.config.trainer.dump_rollouts_every)
         extra = self.run.plugins.compute_metrics(Step(self.step + 1, self.stage, self.config, batch, metrics))
         return {**metrics, **extra}

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlrun.batch import Batch
-from rlrun.config.load import from_values
+from rlrun.config.schema import Config
 from rlrun.metrics import Value
 from rlrun.plugins import Plugins
 from rlrun.rollout.protocol import Completion, Request, Rollout, SamplingParams
@@ -29,14 +28,13 @@ log = logging.getLogger(__name__)
 class Rank:
     """Holds the workers of one rank by role, and runs what the driver asks for, in lockstep with the other ranks."""
 
-    def __init__(self, rank: int, ranks: int, device: str, values: dict[str, Any], recipe: Any, manifest: Any) -> None:
-        """`values` is the resolved configuration, `recipe` and `manifest` come from the driver's `Plugins`."""
+    def __init__(self, rank: int, ranks: int, device: str, config: Config, plugins: Plugins) -> None:
+        """`plugins` loads the driver's list in this process, and refuses to go on where a name or version differs."""
         logging.basicConfig(level=logging.INFO, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
         self.rank = rank
         self.ranks = ranks
-        self.plugins = Plugins.from_recipe(recipe)
-        self.plugins.check_same(manifest)
-        self.config = from_values(values, self.plugins)
+        self.plugins = plugins
+        self.config = config
         self.workers: dict[str, Worker] = {}
         self.engine: Rollout | None = None
         self.device = torch.device(device)

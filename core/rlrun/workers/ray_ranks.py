@@ -87,7 +87,7 @@ def _object_store_bytes() -> int:
 class RayRanks:
     """The training ranks as Ray actors in one placement group."""
 
-    def __init__(self, config: Config, values: dict[str, Any], plugins: Plugins) -> None:
+    def __init__(self, config: Config, plugins: Plugins) -> None:
         """Start or join Ray, place all ranks, connect them. Raises ResourceError where they do not fit."""
         self.config = config
         self.count = config.resources.train_ranks
@@ -97,7 +97,7 @@ class RayRanks:
         try:
             device = self._device()
             self._place(device)
-            self._spawn(device, values, plugins)
+            self._spawn(device, plugins)
         except BaseException:
             self.close()
             raise
@@ -128,15 +128,14 @@ class RayRanks:
             )
         self.need = need
 
-    def _spawn(self, device: str, values: dict[str, Any], plugins: Plugins) -> None:
+    def _spawn(self, device: str, plugins: Plugins) -> None:
         env = {"OMP_NUM_THREADS": str(self.config.resources.threads_per_rank), "TOKENIZERS_PARALLELISM": "false"}
         actor = ray.remote(concurrency_groups={"control": 1})(RayRank)
-        recipe, manifest = plugins.recipe(), plugins.manifest()
         self.actors = [
             actor.options(
                 num_cpus=self.need["CPU"], num_gpus=self.need.get("GPU", 0), max_restarts=0, runtime_env={"env_vars": env},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank),
-            ).remote(rank, self.count, device, values, recipe, manifest)
+            ).remote(rank, self.count, device, self.config, plugins)
             for rank in range(self.count)
         ]
         host, port = self._wait("open_store", [self.actors[0].open_store.remote()])[0]
