@@ -319,6 +319,8 @@ def test_plugin_in_a_file(tmp_path):
     plugins = Plugins.load([str(path)])
     assert plugins.names == ["builtin", "mine"]
     assert plugins.resolve("reward", "a") is plugins.resolve("reward", "b")
+    assert plugins.provided("reward")["a"] == plugins.provided("reward")["b"]
+    assert plugins.files() == [(plugins.resolve("reward", "a").__module__, str(path))]
     entry = plugins.manifest()[1]
     assert entry["path"] == str(path)
     assert len(entry["sha256"]) == 64

@@ -63,7 +63,7 @@ def build(plugins: Plugins, root: yaml.MappingNode, overrides: Sequence[tuple[st
     try:
         if problems:
             raise ConfigError("\n".join(_with_plugin_hint(problem, cls) for problem in problems))
-        values = OmegaConf.merge(_defaults(cls), {**data, "plugins": names})
+        values = OmegaConf.merge(_defaults(cls), {**data, "plugins": names})  # type: ignore[arg-type]  # hashes the class
         assert isinstance(values, DictConfig)
         for key, text in overrides:
             _apply(values, cls, key, text, problems)
