@@ -49,8 +49,8 @@ def test_ranks_and_micro_batches(gpt2, ranks1, ranks2, tools, kind):
 
 
 OPTIONS = [
-    {"fsdp__reshard_after_forward": False}, {"fsdp__wrap_policy__min_num_params": 10**9}, {"fsdp__offload_params": True},
-    {"model__gradient_checkpointing": True},
+    {"fsdp__reshard_after_forward": False}, {"fsdp__wrap_policy__min_num_params": 10**9},
+    {"fsdp__offload_params": True}, {"model__gradient_checkpointing": True},
 ]
 
 
@@ -111,13 +111,14 @@ def reference_gradient(path, batch, temperature=0.7, entropy_coef=0.1):
 
 
 def test_against_transformers_alone(gpt2, ranks2, tools):
-    """Cases 63, 64, 101: ranks with 5 and 1 loss tokens; the gradient, its norm before clipping, and the clipped step are
-    those of a plain token mean in one process."""
+    """Cases 63, 64, 101: ranks with 5 and 1 loss tokens; the gradient, its norm before clipping, and the clipped step
+    are those of a plain token mean in one process."""
     batch = tools.make_batch((7, 3))
     metrics, params = reference_gradient(gpt2, batch)
     norm = float(torch.sqrt(sum((p.grad**2).sum() for p in params.values())))
     for clip in (0.0, norm / 2):
-        got, weights = run(ranks2, tools, tools.make_config(gpt2, actor__optim__clip_grad=clip), batch, tools.TermsLoss())
+        config = tools.make_config(gpt2, actor__optim__clip_grad=clip)
+        got, weights = run(ranks2, tools, config, batch, tools.TermsLoss())
         assert got["grad_norm"] == pytest.approx(norm, rel=1e-9)
         assert got["loss"] == pytest.approx(metrics["loss"], rel=1e-9)
         assert got["entropy"] == pytest.approx(metrics["entropy"], rel=1e-9)
