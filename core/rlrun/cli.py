@@ -87,7 +87,8 @@ def run(
         if print_config:
             _emit(to_yaml(checked).rstrip())
             return
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        logging.getLogger("rlrun").setLevel(logging.INFO)
         from rlrun import launch
 
         if dry_run:

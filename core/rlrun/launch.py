@@ -21,7 +21,7 @@ from rlrun.config.validate import validate_resolved
 from rlrun.data.prompts import load_data
 from rlrun.data.sampler import Sampler
 from rlrun.errors import ConfigError, ExitCode, RankError, RunError
-from rlrun.models.loading import eos_ids, load_tokenizer
+from rlrun.models.loading import eos_ids, load_tokenizer, parameter_count
 from rlrun.rewards.pool import RewardPool
 from rlrun.trackers.jsonl import Jsonl, cut_back
 from rlrun.trainer import Trainer
@@ -81,7 +81,7 @@ def resume_point(config: Config, directory: Path, resume: str) -> Checkpoint | N
     """The checkpoint to go on from; prepares the folder so that nothing in it is from later. None: start anew."""
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
     if resume == "never" and (directory / "config.yaml").exists():
-        raise ConfigError(f"--resume never, but {directory} holds a run", "give this run another run.name, or remove the folder")
+        raise ConfigError(f"--resume never, but {directory} holds a run", "give this run another run.name")
     checkpoint = checkpoints.latest() if resume in ("auto", "never") else find(resume)
     saved = directory / "config.yaml"
     if checkpoint and saved.exists():
@@ -136,7 +136,8 @@ class Run:
         self.workers = WorkerGroup(self._ranks, layout(config, plugins))
         if self._pool is not None:
             self.workers.call("start_engine")
-            self.generator = Generator(config, self.workers, self._pool, self.tokenizer, eos_ids(config.model.path, self.tokenizer))
+            ends = eos_ids(config.model.path, self.tokenizer)
+            self.generator = Generator(config, self.workers, self._pool, self.tokenizer, ends)
         self.trackers = [Jsonl(self.directory, self.total_steps, self.resumed_step)]
         for name in config.trainer.trackers:
             self.trackers.append(plugins.resolve("tracker", name)(self.directory, self.total_steps, self.resumed_step))
@@ -217,6 +218,41 @@ def layout(config: Config, plugins: Plugins) -> Layout:
     """How the ranks share the work, as the backend says."""
     result: Layout = plugins.resolve("backend", config.actor.backend).layout(config, config.resources.train_ranks, 1)
     return result
+
+
+def dry_run(config: Config, plugins: Plugins) -> str:
+    """What a run would do, short of loading models or starting ranks: placement, batch arithmetic, memory of a rank."""
+    validate_resolved(config, plugins)
+    resources, r = config.resources, config.rollout
+    how = layout(config, plugins)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    data = load_data(config.data, tokenizer, plugins)
+    sampler = Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
+    parameters = parameter_count(config.model.path)
+    backend = plugins.resolve("backend", config.actor.backend)
+    lines = [
+        f"plugins    {', '.join(plugins.names)}",
+        f"ranks      {how.ranks} on {resources.device}, launcher {resources.launcher}; {how.dp} data-parallel shards",
+        f"data       {sampler.rows} training prompts, {len(data.validation)} validation prompts",
+        f"model      {config.model.path}: {parameters:,} parameters, eos {eos_ids(config.model.path, tokenizer)}",
+    ]
+    for i, stage in enumerate(config.stages):
+        o = stage.algorithm
+        algorithm = plugins.resolve("algorithm", o.name)(config, stage)
+        steps = stage.steps or sampler.steps(stage.epochs or 0, o.prompts_per_step)
+        samples = o.prompts_per_step * (r.samples_per_prompt if algorithm.online else 1)
+        updates = stage.updates_per_step
+        lines.append(f"stage {i}    {o.name}: {steps} steps of {o.prompts_per_step} prompts, {samples} samples, "
+                     f"{updates} updates; {steps * updates} updates in all")
+        trainable = {"actor": True, **{role: request.trainable for role, request in algorithm.roles().items()}}
+        for role, trains in trainable.items():
+            held = backend.memory_bytes(config, parameters, how, trains)
+            lines.append(f"           {role}: {held / 1e9:.2f} GB a rank{' (weights, gradients, optimizer)' if trains else ''}")
+    size = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
+    if any(plugins.resolve("algorithm", stage.algorithm.name).online for stage in config.stages) or data.validation:
+        lines.append(f"engine     {r.engine}: {parameters * size / 1e9:.2f} GB of weights a rank; "
+                     f"{r.max_sequences} sequences at once")
+    return "\n".join(lines)
 
 
 def start_ranks(config: Config, plugins: Plugins) -> Ranks:

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rlrun.batch import Batch
 from rlrun.errors import RunError, Terminated
 from rlrun.hookspecs import Step
@@ -88,15 +86,15 @@ class Trainer:
         if state is None:
             self.stage_start = start.path.name if start else None
         algorithm = self.run.algorithm(stage)
-        per_step = stage.algorithm.prompts_per_step // (stage.algorithm.prompts_per_update or stage.algorithm.prompts_per_step)
-        updates = total * per_step * stage.algorithm.epochs_per_step
+        updates = total * stage.updates_per_step
         config = self.config
         actor = RoleRequest(True, config.model.path, config.model.dtype, optim=stage.optim or config.actor.optim)
         requests = {"actor": actor, **algorithm.roles()}
         self.run.workers.keep(requests)
         for role, request in requests.items():
             path = request.path or self.run.policy_path(self.stage_start)
-            self.run.workers.build(role, replace(request, path=path), updates, algorithm.wants().get(role, frozenset({"log_probs"})))
+            want = algorithm.wants().get(role, frozenset({"log_probs"}))
+            self.run.workers.build(role, replace(request, path=path), updates, want)
             if start and state and request.trainable:
                 self.run.workers.load(role, start.path / role, config.checkpoint.load_contents)
             elif start and role == "actor":
@@ -128,22 +126,24 @@ class Trainer:
                     self._count_skips(update)
                     parts.append(_prefixed(role, update))
                 batch.tokens.pop("gap_mask", None)  # from the second update on, the trainer's policy has moved
-        parts += [self.run.workers.memory(), data_metrics(batch, self.config.rollout.max_new_tokens, self.config.data.max_prompt_tokens)]
-        ranks = self.config.resources.train_ranks
-        metrics = {**results(merge(parts)), **performance_metrics(batch, self.timings, ranks), **timing_metrics(self.timings, batch)}
+        data, ranks = self.config.data, self.config.resources.train_ranks
+        described = data_metrics(batch, self.config.rollout.max_new_tokens, data.max_prompt_tokens)
+        metrics = results(merge([*parts, self.run.workers.memory(), described]))
+        metrics |= {**performance_metrics(batch, self.timings, ranks), **timing_metrics(self.timings, batch)}
         self._dump(collector.records(), f"step_{self.step + 1:06d}", self.config.trainer.dump_rollouts_every)
         extra = self.run.plugins.compute_metrics(Step(self.step + 1, self.stage, self.config, batch, metrics))
         return {**metrics, **extra}
 
     def _score(self, stage: StageConfig, algorithm: Algorithm, batch: Batch) -> dict[str, Value]:
         """Add every column that the losses read, from reference, critic, old policy and algorithm, in that order."""
-        workers, options = self.run.workers, stage.algorithm
-        updates = options.epochs_per_step * -(-options.prompts_per_step // (options.prompts_per_update or options.prompts_per_step))
-        passes = [("ref", "log_probs", "ref_log_probs", "ref" in workers.roles), ("critic", "values", "values", "critic" in workers.roles),
-                  ("actor", "log_probs", "log_probs", algorithm.online and (updates > 1 or algorithm.needs_old_log_probs))]
-        for role, output, column, needed in passes:
+        workers = self.run.workers
+        old = algorithm.online and (stage.updates_per_step > 1 or algorithm.needs_old_log_probs)
+        passes = [("ref", "ref", "log_probs", "ref_log_probs", "ref" in workers.roles),
+                  ("values", "critic", "values", "values", "critic" in workers.roles),
+                  ("old_log_prob", "actor", "log_probs", "log_probs", old)]
+        for phase, role, output, column, needed in passes:
             if needed:
-                with self._phase({"ref": "ref", "critic": "values", "actor": "old_log_prob"}[role]):
+                with self._phase(phase):
                     batch.tokens[column] = workers.forward(role, batch, {output}, algorithm.atom)[output]
         self._maybe_stop()
         with self._phase("adv"):
@@ -198,7 +198,7 @@ class Trainer:
         if self.run.stopping:
             if self._boundary["step"]:
                 self._save(self._boundary, final=False)
-            raise Terminated(f"stopped by a signal in step {self.step + 1}; the same command goes on after step {self.step}")
+            raise Terminated(f"stopped by a signal in step {self.step + 1}; the same command repeats that step")
 
     def _count_skips(self, update: dict[str, Value]) -> None:
         skipped = update["skipped"].total > 0

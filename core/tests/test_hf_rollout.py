@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from rlrun.models.tiny import save_tiny
 from rlrun.rollout.hf import HfRollout, draw, position_ids, uniforms

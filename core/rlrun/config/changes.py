@@ -20,7 +20,8 @@ def changes(saved: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     """Keys whose value differs from a saved configuration: key -> (old, new). Raises ConfigError for one that must not."""
     old, new = (_flat(yaml.safe_load(text), "") for text in (saved.read_text(encoding="utf-8"), to_yaml(config)))
     differing = {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)}
-    refused = [k for k in differing if not k.startswith(FREE) and not (k.startswith("stages.") and k.endswith((".steps", ".epochs")))]
+    longer = [k for k in differing if k.startswith("stages.") and k.endswith((".steps", ".epochs"))]
+    refused = [k for k in differing if not k.startswith(FREE) and k not in longer]
     if refused:
         told = "; ".join(f"{k} was {differing[k][0]!r} and is {differing[k][1]!r}" for k in refused)
         raise ConfigError(f"this run was started with another configuration: {told}", "give the changed run another run.name")

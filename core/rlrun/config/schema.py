@@ -170,6 +170,12 @@ class StageConfig:
     epochs: Optional[int] = opt(None, "or passes over the training data", gt=0)
     optim: Optional[OptimConfig] = opt(None, "the actor's optimizer in this stage, whole; default: actor.optim")
 
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of the actor in one step of a stage."""
+        per_update = self.algorithm.prompts_per_update or self.algorithm.prompts_per_step
+        return self.algorithm.prompts_per_step // per_update * self.algorithm.epochs_per_step
+
 
 @dataclass
 class ValidationConfig:

@@ -21,7 +21,7 @@ class LocalRanks:
         rank.connect(*rank.open_store())
 
     def run(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
-        faulthandler.dump_traceback_later(self.phase_timeout_s, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self.phase_timeout_s, exit=True, file=sys.__stderr__ or sys.stderr)
         try:
             result = getattr(self.rank, method)(*arguments[0])
         finally:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from transformers.utils.logging import disable_progress_bar
 
 from rlrun.batch import Batch
 from rlrun.config.schema import Config
@@ -30,7 +32,9 @@ class Rank:
 
     def __init__(self, rank: int, ranks: int, device: str, config: Config, plugins: Plugins) -> None:
         """`plugins` loads the driver's list in this process, and refuses to go on where a name or version differs."""
-        logging.basicConfig(level=logging.INFO, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("rlrun").setLevel(logging.INFO)
+        disable_progress_bar()
         self.rank = rank
         self.ranks = ranks
         self.plugins = plugins
@@ -46,13 +50,13 @@ class Rank:
     def open_store(self) -> tuple[str, int]:
         """First rank: open the rendezvous on a port that the system picks, so that no two runs can race for one."""
         host = socket.gethostbyname(socket.gethostname()) if self.ranks > 1 else "127.0.0.1"
-        self.store = dist.TCPStore(host, 0, self.ranks, is_master=True, wait_for_workers=False)
+        self.store = TCPStore(host, 0, self.ranks, is_master=True, wait_for_workers=False)
         return host, self.store.port
 
     def connect(self, host: str, port: int) -> None:
         """Join the process group of all ranks."""
         if self.rank > 0:
-            self.store = dist.TCPStore(host, port, self.ranks, is_master=False)
+            self.store = TCPStore(host, port, self.ranks, is_master=False)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=2 * self.config.trainer.phase_timeout_s)  # the driver's own limit comes first
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.ranks, timeout=timeout)

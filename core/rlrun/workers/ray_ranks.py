@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -33,11 +34,11 @@ STACKS_WAIT_S = 10.0
 class RayRank(rank_module.Rank):
     """A rank as an actor; `stacks` answers from a thread of its own while another call hangs."""
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def stacks(self) -> str:
         return rank_module.stacks()
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def pid(self) -> int:
         return os.getpid()
 
@@ -173,11 +174,11 @@ class RayRanks:
             except (RayTaskError, RayActorError) as error:
                 errors[rank_of[ref]] = error
         rank = min(errors, key=lambda r: not isinstance(errors[r], RayActorError))
-        error = errors[rank]
-        if isinstance(error, RayTaskError):
-            cause = error.cause if isinstance(error.cause, Exception) else error
-            return RankError(f"rank {rank} failed in {method}:\n{_clean(str(error))}", cause=cause)
-        return RankError(f"rank {rank} died in {method}: its process ended.\n{error}\nWhere the machine ran out of memory, "
+        first = errors[rank]
+        if isinstance(first, RayTaskError):
+            cause = first.cause if isinstance(first.cause, Exception) else first
+            return RankError(f"rank {rank} failed in {method}:\n{_clean(str(first))}", cause=cause)
+        return RankError(f"rank {rank} died in {method}: its process ended.\n{first}\nWhere the machine ran out of memory, "
                          "lower tokens_per_micro_batch or rollout.max_sequences.")
 
     def _hung(self, method: str, ranks: Sequence[int]) -> RankError:
@@ -202,6 +203,4 @@ class RayRanks:
 
 def _clean(text: str) -> str:
     """A task error's text without terminal colours."""
-    import re
-
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
