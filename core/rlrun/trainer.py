@@ -186,8 +186,8 @@ class Trainer:
     def state(self, algorithm: Algorithm) -> dict[str, Any]:
         """All that the driver must know to go on from here, JSON-able."""
         done = self.stage == len(self.config.stages) - 1 and self.stage_step == self.total
-        return {"done": done, "step": self.step, "stage": self.stage, "stage_step": self.stage_step, "stage_start": self.stage_start,
-                "counters": dict(self.counters), "sampler": self.run.sampler.state_dict(), "algorithm": algorithm.state_dict()}
+        return {"done": done, "step": self.step, "stage": self.stage, "stage_step": self.stage_step,
+                "stage_start": self.stage_start, "counters": dict(self.counters), "sampler": self.run.sampler.state_dict(), "algorithm": algorithm.state_dict()}
 
     def _standing(self, stage: StageConfig) -> dict[str, float]:
         return {"training/global_step": self.step, "training/stage": self.stage, "training/epoch": self.run.sampler.epoch,
