@@ -40,7 +40,7 @@ def write_questions(path: Path, rows: int = 24, first: int = 0) -> Path:
     return path
 
 
-def write_run(directory: Path, model: Path, *stages: Mapping[str, Any], **sections: Any) -> Path:
+def write_run(directory: Path, model: Path, /, *stages: Mapping[str, Any], **sections: Any) -> Path:
     """A configuration `directory`/config.yaml whose run goes to `directory`/run, with questions and a reward beside it.
 
     `stages`: default is one of 4 GRPO steps, see `grpo`. Each further section is merged into the defaults, such as

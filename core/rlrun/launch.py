@@ -8,7 +8,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -38,20 +40,56 @@ log = logging.getLogger(__name__)
 
 def run(config: Config, plugins: Plugins, resume: str = "auto") -> int:
     """Train, from the start or from the run folder's last checkpoint. Returns the exit code; errors are raised."""
-    validate_resolved(config, plugins)
+    with user_errors():
+        validate_resolved(config, plugins)
     directory = Path(config.run.dir) / config.run.name
-    with Lock(directory):
-        checkpoint = resume_point(config, directory, resume)
+    with Lock(directory), signals() as stop:
+        with user_errors():
+            checkpoint = resume_point(config, directory, resume)
         if checkpoint and checkpoint.state["done"] and not _has_more(directory, config):
             print(f"{directory} is done: {checkpoint.step} steps, last checkpoint {checkpoint.path}", file=sys.stderr)
             return ExitCode.OK
-        session = Run(config, plugins, directory, checkpoint.step if checkpoint else 0)
+        session = Run(config, plugins, directory, checkpoint.step if checkpoint else 0, stop)
         try:
-            session.start()
+            with user_errors():
+                session.start()
             Trainer(session).train(checkpoint)
         finally:
             session.close()
     return ExitCode.OK
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Until training begins, a ValueError speaks of what the user gave: configuration, data, models."""
+    try:
+        yield
+    except RunError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def signals() -> Iterator[threading.Event]:
+    """SIGTERM sets the event, which the trainer looks at. SIGINT interrupts, once: nothing cuts the clean-up short."""
+    stop = threading.Event()
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"rl-run: SIGTERM, saving and ending\n")  # a handler must not use what it may have interrupted
+        stop.set()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, handler)
+              for number, handler in ((signal.SIGTERM, terminate), (signal.SIGINT, interrupt))}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _has_more(directory: Path, config: Config) -> bool:
@@ -93,7 +131,7 @@ def resume_point(config: Config, directory: Path, resume: str) -> Checkpoint | N
             if later.step > checkpoint.step:
                 later.path.rename(later.path.with_name(f"superseded-{later.path.name}"))
     step = checkpoint.step if checkpoint else -1
-    cut_back(directory / "metrics.jsonl", step)
+    cut_back(directory / "metrics.jsonl", step - 1)  # the checkpoint holds its own step's metrics
     for dump in (directory / "rollouts").glob("*.jsonl"):
         if int(dump.stem.rpartition("_")[2]) > step:
             dump.unlink()
@@ -103,24 +141,20 @@ def resume_point(config: Config, directory: Path, resume: str) -> Checkpoint | N
 class Run:
     """What a training run has at hand: folder, plugins, ranks, data, rewards, trackers."""
 
-    def __init__(self, config: Config, plugins: Plugins, directory: Path, resumed_step: int) -> None:
+    def __init__(self, config: Config, plugins: Plugins, directory: Path, resumed_step: int, stop: threading.Event) -> None:
         self.config = config
         self.plugins = plugins
         self.directory = directory
         self.resumed_step = resumed_step
-        self.stopping = False
+        self.stop = stop
+        """Set where the run is to save and end."""
         self.checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
         self.trackers: list[Any] = []
-        self._ranks: Ranks | None = None
-        self._pool: RewardPool | None = None
-        self._handlers: dict[int, Any] = {}
+        self._closing = ExitStack()
 
     def start(self) -> None:
         """Load the data, start ranks and engines, write down what runs. Raises before any model is loaded where it can."""
         config, plugins = self.config, self.plugins
-        save_resolved(config, self.directory / "config.yaml")
-        (self.directory / "plugins.json").write_text(json.dumps(plugins.manifest(), indent=1))
-        plugins.copy_files_to(self.directory)
         tokenizer_path = config.model.tokenizer or config.model.path
         self.tokenizer = load_tokenizer(tokenizer_path)
         data = load_data(config.data, self.tokenizer, plugins)
@@ -128,19 +162,25 @@ class Run:
         self.sampler = Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
         self.total_steps = sum(self.stage_steps(stage) for stage in config.stages)
         online = any(plugins.resolve("algorithm", stage.algorithm.name).online for stage in config.stages)
+        how = layout(config, plugins)
+        pool = None
         if online or self.validation:
-            self._pool = RewardPool(config.reward, plugins.provided("reward"), plugins.files())
-        self._ranks = start_ranks(config, plugins)
-        for number in (signal.SIGTERM,):  # after Ray, which sets handlers of its own
-            self._handlers[number] = signal.signal(number, self._stop)
-        self.workers = WorkerGroup(self._ranks, layout(config, plugins))
-        if self._pool is not None:
+            pool = RewardPool(config.reward, plugins.provided("reward"), plugins.files())
+            self._closing.callback(pool.close)
+        ranks = start_ranks(config, plugins)
+        self._closing.callback(ranks.close)
+        self.workers = WorkerGroup(ranks, how)
+        if pool is not None:
             self.workers.call("start_engine")
             ends = eos_ids(config.model.path, self.tokenizer)
-            self.generator = Generator(config, self.workers, self._pool, self.tokenizer, ends)
-        self.trackers = [Jsonl(self.directory, self.total_steps, self.resumed_step)]
-        for name in config.trainer.trackers:
-            self.trackers.append(plugins.resolve("tracker", name)(self.directory, self.total_steps, self.resumed_step))
+            self.generator = Generator(config, self.workers, pool, self.tokenizer, ends)
+        save_resolved(config, self.directory / "config.yaml")
+        (self.directory / "plugins.json").write_text(json.dumps(plugins.manifest(), indent=1))
+        plugins.copy_files_to(self.directory)
+        chosen: list[Any] = [Jsonl, *(plugins.resolve("tracker", name) for name in config.trainer.trackers)]
+        for tracker in chosen:
+            self.trackers.append(tracker(self.directory, self.total_steps, self.resumed_step))
+            self._closing.callback(self.trackers[-1].close)
 
     def stage_steps(self, stage: StageConfig) -> int:
         """Steps of a stage, also where it is given in epochs."""
@@ -198,20 +238,9 @@ class Run:
             if show is not None:
                 show(name)
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        log.warning("signal %d: saving and ending", number)
-        self.stopping = True
-
     def close(self) -> None:
-        """End ranks, scoring processes and trackers; called on every way out."""
-        for tracker in self.trackers:
-            tracker.close()
-        if self._pool is not None:
-            self._pool.close()
-        if self._ranks is not None:
-            self._ranks.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        """End trackers, ranks and scoring processes, whatever of them there is; called on every way out."""
+        self._closing.close()
 
 
 def layout(config: Config, plugins: Plugins) -> Layout:
@@ -222,6 +251,11 @@ def layout(config: Config, plugins: Plugins) -> Layout:
 
 def dry_run(config: Config, plugins: Plugins) -> str:
     """What a run would do, short of loading models or starting ranks: placement, batch arithmetic, memory of a rank."""
+    with user_errors():
+        return _plan(config, plugins)
+
+
+def _plan(config: Config, plugins: Plugins) -> str:
     validate_resolved(config, plugins)
     resources, r = config.resources, config.rollout
     how = layout(config, plugins)

@@ -41,6 +41,10 @@ class Trainer:
         """Name of the checkpoint that the stage began with; None: the model of the configuration."""
         self.counters = {"checkpoint/failures": 0, "training/skipped_steps": 0, "training/skipped_updates": 0}
         self.skipped_in_a_row = 0
+        self.updates = 0
+        """Updates that changed a model in this stage."""
+        self.row: dict[str, float] = {}
+        """Metrics of the last step."""
         self.timings: dict[str, float] = {}
 
     def train(self, resumed: Checkpoint | None) -> None:
@@ -49,10 +53,12 @@ class Trainer:
         if state:
             self.step, self.stage, self.stage_step = state["step"], state["stage"], state["stage_step"]
             self.stage_start, self.counters = state["stage_start"], {**self.counters, **state["counters"]}
+            self.updates, self.row = state["updates"], state["metrics"]
+            self.run.track(self.step, self.row)  # once more: the run may have died between checkpoint and metrics
             self.run.sampler.load_state_dict(state["sampler"])
         for index in range(self.stage, len(self.config.stages)):
             if state is None or index > self.stage:
-                self.stage, self.stage_step, state = index, 0, None
+                self.stage, self.stage_step, self.updates, state = index, 0, 0, None
             self._train_stage(self.config.stages[index], state, resumed)
             state, resumed = None, self.run.checkpoints.latest()
 
@@ -65,6 +71,7 @@ class Trainer:
             self.run.track(self.step, self._validate(force=True))
         while self.stage_step < total:
             self._boundary = self.state(algorithm)
+            self._maybe_stop()
             self.timings = {}
             began = time.perf_counter()
             metrics = self._step(stage, algorithm, collector)
@@ -72,11 +79,14 @@ class Trainer:
             last = self.stage_step == total
             self.timings["step"] = time.perf_counter() - began
             validation = self._validate(last and self.config.validation.at_end)
-            every = self.config.checkpoint.every
-            if last or self.run.stopping or (every and self.step % every == 0):
+            if last and not self.updates:
+                raise RunError(f"stage {self.stage} changed no model: in all its steps nothing to train on or no finite gradient")
+            every, stop = self.config.checkpoint.every, self.run.stop.is_set()
+            self.row = {**metrics, **validation, **self._standing()}
+            if last or stop or (every and self.step % every == 0):
                 self._save(self.state(algorithm), final=last)
-            self.run.track(self.step, {**metrics, **validation, **self._standing(stage), **timing_metrics(self.timings)})
-            if self.run.stopping and not (last and self.stage == len(self.config.stages) - 1):
+            self.run.track(self.step, {**self.row, **self._standing(), **timing_metrics(self.timings)})
+            if stop and not (last and self.stage == len(self.config.stages) - 1):
                 raise Terminated(f"stopped by a signal after step {self.step}; the same command goes on from there")
 
     def _begin(
@@ -187,15 +197,16 @@ class Trainer:
         """All that the driver must know to go on from here, JSON-able."""
         done = self.stage == len(self.config.stages) - 1 and self.stage_step == self.total
         return {"done": done, "step": self.step, "stage": self.stage, "stage_step": self.stage_step,
-                "stage_start": self.stage_start, "counters": dict(self.counters), "sampler": self.run.sampler.state_dict(), "algorithm": algorithm.state_dict()}
+                "stage_start": self.stage_start, "updates": self.updates, "counters": dict(self.counters), "metrics": self.row,
+                "sampler": self.run.sampler.state_dict(), "algorithm": algorithm.state_dict()}
 
-    def _standing(self, stage: StageConfig) -> dict[str, float]:
+    def _standing(self) -> dict[str, float]:
         return {"training/global_step": self.step, "training/stage": self.stage, "training/epoch": self.run.sampler.epoch,
                 **self.counters}
 
     def _maybe_stop(self) -> None:
         """After a signal, end before the step changes any model: state and weights are still those of the last step."""
-        if self.run.stopping:
+        if self.run.stop.is_set():
             if self._boundary["step"]:
                 self._save(self._boundary, final=False)
             raise Terminated(f"stopped by a signal in step {self.step + 1}; the same command repeats that step")
@@ -204,6 +215,7 @@ class Trainer:
         skipped = update["skipped"].total > 0
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.counters["training/skipped_updates"] += skipped
+        self.updates += not skipped
         if self.skipped_in_a_row >= self.config.trainer.max_skipped_updates:
             raise RunError(f"{self.skipped_in_a_row} updates in a row had a non-finite gradient "
                            "(trainer.max_skipped_updates); the last checkpoint is from before them or unaffected by them")
