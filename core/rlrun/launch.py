@@ -49,6 +49,7 @@ def run(config: Config, plugins: Plugins, resume: str = "auto") -> int:
         if checkpoint and checkpoint.state["done"] and not _has_more(directory, config):
             print(f"{directory} is done: {checkpoint.step} steps, last checkpoint {checkpoint.path}", file=sys.stderr)
             return ExitCode.OK
+        cut_back_to(checkpoint, directory)
         session = Run(config, plugins, directory, checkpoint.step if checkpoint else 0, stop)
         try:
             with user_errors():
@@ -116,26 +117,35 @@ class Lock:
 
 
 def resume_point(config: Config, directory: Path, resume: str) -> Checkpoint | None:
-    """The checkpoint to go on from; prepares the folder so that nothing in it is from later. None: start anew."""
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-    if resume == "never" and (directory / "config.yaml").exists():
+    """The run's checkpoint to go on from; None: start anew. Raises ConfigError where the folder does not fit that."""
+    checkpoints, saved = Checkpoints(directory / "checkpoints", config.checkpoint.keep), directory / "config.yaml"
+    if resume == "never" and saved.exists():
         raise ConfigError(f"--resume never, but {directory} holds a run", "give this run another run.name")
     checkpoint = checkpoints.latest() if resume in ("auto", "never") else find(resume)
-    saved = directory / "config.yaml"
+    if checkpoint and checkpoint.path.resolve().parent != checkpoints.directory.resolve():
+        raise ConfigError(f"--resume {resume} is a checkpoint of another run than {directory}",
+                          f"name that run with run.dir and run.name, or begin with its weights: model.path={checkpoint.path}/hf")
     if checkpoint and saved.exists():
         for key, (old, new) in changes(saved, config).items():
             print(f"resuming with {key}: {new!r} (was {old!r})", file=sys.stderr)
+    return checkpoint
+
+
+def cut_back_to(checkpoint: Checkpoint | None, directory: Path) -> None:
+    """Leave nothing in a run's folder that is half-written, or later than the checkpoint."""
+    checkpoints = Checkpoints(directory / "checkpoints", None)
     checkpoints.remove_partial()
-    if checkpoint and checkpoint.path.resolve().parent == checkpoints.directory.resolve():
-        for later in checkpoints.list():
-            if later.step > checkpoint.step:
-                later.path.rename(later.path.with_name(f"superseded-{later.path.name}"))
     step = checkpoint.step if checkpoint else -1
+    for later in checkpoints.list():
+        if later.step > step:
+            aside = later.path.with_name(f"superseded-{later.path.name}")
+            while aside.exists():
+                aside = aside.with_name(f"superseded-{aside.name}")
+            later.path.rename(aside)
     cut_back(directory / "metrics.jsonl", step - 1)  # the checkpoint holds its own step's metrics
     for dump in (directory / "rollouts").glob("*.jsonl"):
         if int(dump.stem.rpartition("_")[2]) > step:
             dump.unlink()
-    return checkpoint
 
 
 class Run:
