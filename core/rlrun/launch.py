@@ -193,11 +193,9 @@ class Run:
             self._closing.callback(self.trackers[-1].close)
 
     def stage_steps(self, stage: StageConfig) -> int:
-        """Steps of a stage, also where it is given in epochs."""
-        if stage.steps is not None:
-            return stage.steps
-        assert stage.epochs is not None
-        return self.sampler.steps(stage.epochs, stage.algorithm.prompts_per_step)
+        """Steps of a stage, also where it is given in epochs. Raises ValueError where one step needs more than all data."""
+        by_epochs = self.sampler.steps(stage.epochs or 1, stage.algorithm.prompts_per_step)
+        return by_epochs if stage.steps is None else stage.steps
 
     def algorithm(self, stage: StageConfig) -> Algorithm:
         algorithm: Algorithm = self.plugins.resolve("algorithm", stage.algorithm.name)(self.config, stage)
@@ -283,7 +281,8 @@ def _plan(config: Config, plugins: Plugins) -> str:
     for i, stage in enumerate(config.stages):
         o = stage.algorithm
         algorithm = plugins.resolve("algorithm", o.name)(config, stage)
-        steps = stage.steps or sampler.steps(stage.epochs or 0, o.prompts_per_step)
+        steps = sampler.steps(stage.epochs or 1, o.prompts_per_step)
+        steps = stage.steps or steps
         samples = o.prompts_per_step * (r.samples_per_prompt if algorithm.online else 1)
         updates = stage.updates_per_step
         lines.append(f"stage {i}    {o.name}: {steps} steps of {o.prompts_per_step} prompts, {samples} samples, "
