@@ -57,7 +57,7 @@ class SourceConfig:
     kind: str = opt(MISSING, "jsonl, parquet, datasets, reasoning_gym, or a source of a listed plugin")
     path: str = opt(MISSING, "file or folder; for reasoning_gym the dataset's name")
     name: Optional[str] = opt(None, "data_source in metrics, where rows have none; default: the path's stem")
-    weight: float = opt(1.0, "share of this source among the training sources", gt=0)
+    weight: float = opt(1.0, "share of this source among the training sources; validation sources are used whole", gt=0)
     prompt_key: str = opt("prompt", "column with the prompt: a string or a list of chat messages")
     answer_key: str = opt("answer", "column with the reference answer (dots reach into nested columns)")
     options: dict[str, Any] = opt({}, "options of the source, as its library names them (such as size, seed)")
@@ -206,7 +206,6 @@ class CheckpointConfig:
 @dataclass
 class ResourcesConfig:
     train_ranks: int = opt(1, "ranks that train, one a device", gt=0)
-    rollout_ranks: int = opt(0, "ranks of their own for the engine; 0: the training ranks generate", ge=0)
     device: str = opt("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     launcher: str = opt("auto", "local runs one rank in the driver's process; auto: ray",
                         choices=("auto", "ray", "local"))

@@ -39,6 +39,14 @@ def validate_resolved(config: Config, plugins: Plugins) -> None:
         online = plugins.resolve("algorithm", stage.algorithm.name).online
         if online and config.reward.kind is None and not config.reward.parts:
             problems.append(f"stages.{i}.algorithm.name {stage.algorithm.name} needs reward.kind or reward.parts")
+        saved = config.checkpoint.save_contents
+        if i > 0 and "model" not in saved:
+            problems.append(f"stages.{i} goes on with the model of the stage before: checkpoint.save_contents must have model")
+        of_policy = [r for r, request in plugins.resolve("algorithm", stage.algorithm.name)(config, stage).roles().items()
+                     if request.path is None]
+        if i > 0 and of_policy and "hf_model" not in saved:
+            problems.append(f"stages.{i} makes {' and '.join(of_policy)} of the policy that it begins with: "
+                            "checkpoint.save_contents must have hf_model, or name a folder")
         prompts = stage.algorithm.prompts_per_update or stage.algorithm.prompts_per_step
         samples, factor = (config.rollout.samples_per_prompt, " x rollout.samples_per_prompt") if online else (1, "")
         if prompts * samples < config.resources.train_ranks:
@@ -104,6 +112,9 @@ def _sections(config: Config) -> Iterator[str]:
         yield f"run.name is {run.name!r}; it must be the plain name of a folder inside run.dir"
     if not data.train:
         yield "data.train is empty; it needs at least one source"
+    for i, source in enumerate(data.validation):
+        if source.weight != 1:
+            yield f"data.validation.{i}.weight has no effect: validation sources are used whole"
     if not config.stages:
         yield "stages is empty; it needs at least one stage, such as [{algorithm: {name: grpo}, steps: 100}]"
     if rollout.top_p < 1 or rollout.top_k > 0:
@@ -143,8 +154,6 @@ def _services(config: Config) -> Iterator[str]:
         yield f"resources.launcher local runs one rank, but resources.train_ranks is {resources.train_ranks}"
     if resources.launcher == "local" and resources.ray_address is not None:
         yield "resources.ray_address has no effect with resources.launcher local"
-    if resources.rollout_ranks and config.rollout.engine == "hf":
-        yield "resources.rollout_ranks: rollout.engine hf has no ranks of its own; leave it at 0"
     if len(set(config.trainer.trackers)) < len(config.trainer.trackers):
         yield "trainer.trackers names one tracker twice"
 

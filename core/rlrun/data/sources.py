@@ -25,8 +25,13 @@ class Source(Protocol):
 class _Records:
     """A source of records with columns, numbered from 1."""
 
+    options: tuple[str, ...] = ()
+
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
+        if unknown := set(config.options) - set(self.options):
+            raise ValueError(f"data source {config.path}: kind {config.kind} has no options {', '.join(sorted(unknown))}; "
+                             f"it has {', '.join(self.options) or 'none'}")
 
     def rows(self) -> Iterator[Row]:
         path = Path(self.config.path)
@@ -66,6 +71,8 @@ class Parquet(_Records):
 class Datasets(_Records):
     """A folder that Hugging Face `save_to_disk` wrote; for a DatasetDict `options.split` says which part."""
 
+    options = ("split",)
+
     def records(self, path: Path) -> Iterator[tuple[int, Any]]:
         import datasets
 
@@ -87,6 +94,8 @@ class ReasoningGym:
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
+        if (config.prompt_key, config.answer_key) != ("prompt", "answer"):
+            raise ValueError(f"data source {config.path}: reasoning_gym has no columns for prompt_key and answer_key to name")
 
     def rows(self) -> Iterator[Row]:
         import reasoning_gym

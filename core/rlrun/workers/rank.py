@@ -35,6 +35,8 @@ class Rank:
         logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
         logging.getLogger("rlrun").setLevel(logging.INFO)
         disable_progress_bar()
+        # What of a report on loading matters is an error already; the rest is the head that a critic does not take.
+        logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
         self.rank = rank
         self.ranks = ranks
         self.plugins = plugins
