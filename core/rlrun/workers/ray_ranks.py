@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -29,6 +33,7 @@ log = logging.getLogger(__name__)
 PLACEMENT_TIMEOUT_S = 40.0
 SECOND_FAILURE_WAIT_S = 3.0
 STACKS_WAIT_S = 10.0
+START_LIMIT_S = 300.0
 
 
 class RayRank(rank_module.Rank):
@@ -47,16 +52,21 @@ class Cluster:
     """A Ray cluster of this run alone, or a running one that it joins (resources.ray_address)."""
 
     def __init__(self, address: str | None) -> None:
-        self.own = address is None
-        self.temp_dir = tempfile.mkdtemp(prefix="rlrun-") if self.own else None
-        # A plugin's or test's modules must be importable in the actors wherever they are in the driver.
+        self.folder = None if address else _own_folder()
         options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING, "namespace": "rlrun"}
-        if self.own:
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            self._start({**options, "address": "local", "include_dashboard": False, "_temp_dir": self.temp_dir,
-                         "object_store_memory": _object_store_bytes()})
-        else:
-            ray.init(**options, address=address)
+        on_terminate = signal.getsignal(signal.SIGTERM)
+        try:
+            if self.folder:
+                os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+                self._start({**options, "address": "local", "include_dashboard": False, "_temp_dir": self.folder[0],
+                             "object_store_memory": _object_store_bytes()})
+            else:
+                ray.init(**options, address=address)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray's would end the driver at once
 
     def _start(self, options: dict[str, Any], attempts: int = 4) -> None:
         """Start the cluster's processes, again where another cluster took one of its ports first."""
@@ -74,8 +84,27 @@ class Cluster:
 
     def close(self) -> None:
         ray.shutdown()
-        if self.temp_dir is not None:
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+        if self.folder:
+            shutil.rmtree(self.folder[0], ignore_errors=True)
+            os.close(self.folder[1])
+            self.folder = None
+
+
+def _own_folder() -> tuple[str, int]:
+    """A temporary folder, and the open file that locks it while this process lives. Removes those of killed processes."""
+    for old in Path(tempfile.gettempdir()).glob("rlrun-*"):
+        with contextlib.suppress(OSError):  # it is another user's, or in use, or just now gone
+            if old.stat().st_mtime < time.time() - 60:  # a newer one may not be locked yet
+                descriptor = os.open(old, os.O_RDONLY)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old)
+                finally:
+                    os.close(descriptor)
+    folder = tempfile.mkdtemp(prefix="rlrun-")
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return folder, descriptor
 
 
 def _object_store_bytes() -> int:
@@ -94,32 +123,33 @@ class RayRanks:
         self.count = config.resources.train_ranks
         self.actors: list[Any] = []
         self.group: Any = None
+        if config.resources.ray_address is None:  # known without starting Ray
+            self._demand({"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()})
         self.cluster = Cluster(config.resources.ray_address)
         try:
-            device = self._device()
-            self._place(device)
-            self._spawn(device, plugins)
+            there = ray.cluster_resources()
+            device, need = self._demand(there)
+            self._place(need, there)
+            self._spawn(device, need, plugins)
         except BaseException:
             self.close()
             raise
 
-    def _device(self) -> str:
-        wanted = self.config.resources.device
-        gpus = ray.cluster_resources().get("GPU", 0)
-        return ("cuda" if gpus else "cpu") if wanted == "auto" else wanted
-
-    def _place(self, device: str) -> None:
-        need = {"CPU": float(self.config.resources.threads_per_rank if device == "cpu" else 1)}
-        if device == "cuda":
-            need["GPU"] = 1.0
-        there = ray.cluster_resources()
+    def _demand(self, there: Mapping[str, float]) -> tuple[str, dict[str, float]]:
+        """The ranks' device, and what one rank needs. Raises ResourceError where not all of them fit in what is there."""
+        resources = self.config.resources
+        device = ("cuda" if there.get("GPU", 0) else "cpu") if resources.device == "auto" else resources.device
+        need = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": float(resources.threads_per_rank)}
         for kind, each in need.items():
             if each * self.count > there.get(kind, 0):
                 raise ResourceError(
-                    f"resources.train_ranks: {self.count} ranks on {device} need {each * self.count:g} {kind}, the cluster has "
-                    f"{there.get(kind, 0):g}: lower resources.train_ranks or resources.threads_per_rank, or join a larger "
-                    "cluster with resources.ray_address"
+                    f"resources.train_ranks: {self.count} ranks on {device} need {each * self.count:g} {kind}, there are "
+                    f"{there.get(kind, 0):g}",
+                    "lower resources.train_ranks or resources.threads_per_rank, or join a larger cluster: resources.ray_address",
                 )
+        return device, need
+
+    def _place(self, need: dict[str, float], there: Mapping[str, float]) -> None:
         self.group = placement_group([need] * self.count, strategy="PACK")
         if not self.group.wait(PLACEMENT_TIMEOUT_S):
             free = {k: v for k, v in ray.available_resources().items() if k in need}
@@ -127,14 +157,13 @@ class RayRanks:
                 f"no room for {self.count} ranks of {need} within {PLACEMENT_TIMEOUT_S:g} s: free are {free} of "
                 f"{ {k: there.get(k, 0) for k in need} }; another job holds the rest"
             )
-        self.need = need
 
-    def _spawn(self, device: str, plugins: Plugins) -> None:
+    def _spawn(self, device: str, need: dict[str, float], plugins: Plugins) -> None:
         env = {"OMP_NUM_THREADS": str(self.config.resources.threads_per_rank), "TOKENIZERS_PARALLELISM": "false"}
         actor = ray.remote(concurrency_groups={"control": 1})(RayRank)
         self.actors = [
             actor.options(
-                num_cpus=self.need["CPU"], num_gpus=self.need.get("GPU", 0), max_restarts=0, runtime_env={"env_vars": env},
+                num_cpus=need["CPU"], num_gpus=need.get("GPU", 0), max_restarts=0, runtime_env={"env_vars": env},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank),
             ).remote(rank, self.count, device, self.config, plugins)
             for rank in range(self.count)
@@ -153,7 +182,8 @@ class RayRanks:
     def _as_completed(self, method: str, refs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         pending = list(refs)
-        deadline = time.monotonic() + self.config.trainer.phase_timeout_s
+        limit = self.config.trainer.phase_timeout_s
+        deadline = time.monotonic() + (max(limit, START_LIMIT_S) if method in ("open_store", "connect") else limit)
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
@@ -167,7 +197,7 @@ class RayRanks:
 
     def _failed(self, method: str, rank_of: dict[Any, int], errors: dict[int, Exception], pending: list[Any]) -> RankError:
         """The error to report. A rank that dies makes its peers' collectives fail too, perhaps sooner: look for the cause."""
-        done, _ = ray.wait(pending, num_returns=len(pending), timeout=SECOND_FAILURE_WAIT_S) if pending else ([], [])
+        done, stuck = ray.wait(pending, num_returns=len(pending), timeout=SECOND_FAILURE_WAIT_S) if pending else ([], [])
         for ref in done:
             try:
                 ray.get(ref)
@@ -176,7 +206,8 @@ class RayRanks:
         rank = min(errors, key=lambda r: not isinstance(errors[r], RayActorError))
         first = errors[rank]
         if isinstance(first, RayTaskError):
-            cause = first.cause if isinstance(first.cause, Exception) else first
+            # where another rank still waits for this one, nobody can go on
+            cause = first.cause if isinstance(first.cause, Exception) and not stuck else None
             return RankError(f"rank {rank} failed in {method}:\n{_clean(str(first))}", cause=cause)
         return RankError(f"rank {rank} died in {method}: its process ended.\n{first}\nWhere the machine ran out of memory, "
                          "lower tokens_per_micro_batch or rollout.max_sequences.")
