@@ -68,6 +68,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """A folder's tokenizer, with its chat template."""
     from transformers import AutoTokenizer
 
+    if not Path(path).is_dir():
+        raise ValueError(f"{path} is not a folder with a tokenizer")
     return AutoTokenizer.from_pretrained(path)
 
 

@@ -31,7 +31,8 @@ def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
         try:
             dcp_save(state, storage_writer=FileSystemWriter(directory, sync_files=True))
         except CheckpointException as error:
-            raise OSError(f"checkpoint {directory} could not be written: {error}") from error
+            told = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
+            raise OSError(f"{directory} could not be written: {told}") from error
     if "extra" in contents:
         _together(lambda: torch.save(_extra(worker), _extra_path(directory, dist.get_rank())))
     if "hf_model" in contents:
