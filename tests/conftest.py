@@ -25,3 +25,11 @@ def left() -> Iterator[runs.Leftovers]:
     leftovers = runs.Leftovers()
     yield leftovers
     runs.kill_all(leftovers.processes())
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[runs.Forks]:
+    """Starts runs quickly, for tests of launcher local."""
+    process = runs.Forks()
+    yield process
+    process.close()
