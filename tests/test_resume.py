@@ -148,3 +148,24 @@ def test_from_a_chosen_checkpoint(model, tmp_path):
         assert {f"{aside}step_000002", f"{aside}step_000003", "step_000003"} <= set(runs.checkpoints(tmp_path / "run"))
     with pytest.raises(ConfigError, match="another run"):
         train(path, "run.name=other", resume=str(folder / "step_000001"))
+
+
+@pytest.mark.slow
+def test_two_ranks_become_one(model, tmp_path):
+    """When 2 ranks become 1, prompts come in the same order, completions are the same at first, and the gathered weights
+    and moments are bit-equal (numbers after an update differ by rounding alone)."""
+    trainer, epochs = {"dump_rollouts_every": 1}, [{"kind": "jsonl", "path": str(runs.write_questions(tmp_path / "t.jsonl", 12))}]
+    paths = [runs.write_run(tmp_path / name, model, runs.grpo(6), trainer=trainer, resources=runs.ray(2), data={"train": epochs})
+             for name in ("whole", "part")]
+    assert runs.rl_run(paths[0]).returncode == 0
+    assert runs.rl_run(paths[1], "stages.0.steps=3").returncode == 0
+    done = runs.rl_run(paths[1], "resources.train_ranks=1", "resources.launcher=local")
+    assert done.returncode == 0, done.stderr
+    whole, part = map(completions, paths)
+    assert [uids(whole[name]) for name in sorted(whole)] == [uids(part[name]) for name in sorted(part)]
+    assert len(whole) == 6
+    assert part["step_000004.jsonl"] == whole["step_000004.jsonl"]
+    for row, other in zip(*(runs.comparable(runs.metrics(path.parent / "run")) for path in paths)):
+        assert row.keys() == other.keys()
+        if row["step"] <= 4:
+            assert row == pytest.approx(other, rel=1e-5, abs=1e-5), row["step"]

@@ -136,6 +136,17 @@ def test_a_single_update_is_exactly_on_policy(model, tmp_path):
         assert row["actor/grad_norm"] > 0
 
 
+def test_critic_warmup(model, tmp_path):
+    """The first steps train the critic alone; the actor's schedule counts its own updates, down to the floor."""
+    optim = {"lr": 1e-2, "schedule": "linear"}
+    path = runs.write_run(tmp_path, model, runs.grpo(5, name="ppo", critic_warmup_steps=2), actor={"optim": optim},
+                          critic={"optim": optim})
+    rows = train(path)
+    assert [row.get("actor/lr") for row in rows] == [None, None, *(pytest.approx(1e-2 * i / 3) for i in (2, 1, 0))]
+    assert [row["critic/lr"] for row in rows] == [pytest.approx(1e-2 * i / 5) for i in (4, 3, 2, 1, 0)]
+    assert all(row["critic/vf_loss"] > 0 for row in rows)
+
+
 def test_the_gap_shows_an_engine_at_another_temperature(engine, notes, tmp_path):
     """Case 29: log-probabilities of temperature 1 do not pass for those of 0.7."""
     model = runs.write_model(tmp_path / "peaked", initializer_range=0.5)

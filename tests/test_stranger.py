@@ -71,8 +71,8 @@ def build(package: Path, out: Path) -> Path:
 
 
 def install(wheels: list[Path], target: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), *map(str, wheels)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    done = subprocess.run([*command, *map(str, wheels)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return target
 

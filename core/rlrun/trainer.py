@@ -96,7 +96,6 @@ class Trainer:
         if state is None:
             self.stage_start = start.path.name if start else None
         algorithm = self.run.algorithm(stage)
-        updates = total * stage.updates_per_step
         config = self.config
         actor = RoleRequest(True, config.model.path, config.model.dtype, optim=stage.optim or config.actor.optim)
         requests = {"actor": actor, **algorithm.roles()}
@@ -104,7 +103,8 @@ class Trainer:
         for role, request in requests.items():
             path = request.path or self.run.policy_path(self.stage_start)
             want = algorithm.wants().get(role, frozenset({"log_probs"}))
-            self.run.workers.build(role, replace(request, path=path), updates, want)
+            steps = sum(role in algorithm.losses(step) for step in range(total)) or total  # a warm-up may leave it out
+            self.run.workers.build(role, replace(request, path=path), steps * stage.updates_per_step, want)
             if start and state and request.trainable:
                 self.run.workers.load(role, start.path / role, config.checkpoint.load_contents)
             elif start and role == "actor":

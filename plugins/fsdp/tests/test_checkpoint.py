@@ -195,3 +195,28 @@ def test_a_full_disk_reaches_all_ranks(gpt2, ranks2, tools, tmp_path, contents, 
     for names, text in ranks2.run(run, timeout=30):
         assert "OSError" in names
         assert "No space left" in text
+
+
+def test_first_update_at_another_number_of_ranks(gpt2, ranks1, ranks2, tools, tmp_path):
+    """When 2 ranks become 1, metrics and weights of the next update on the same batch are equal."""
+    batch, loss = tools.make_batch(), tools.TermsLoss()
+    sgd = tools.make_config(gpt2, actor__optim__lr=0.3)
+
+    def update(load, save=None):
+        from rlrun.metrics import merge
+
+        worker = tools.make_worker(sgd, total_updates=10)
+        if load is not None:
+            worker.spec.plugins.load_checkpoint(worker, load, CONTENTS)
+        metrics = worker.update(tools.my_shard(batch), loss, batch.denominators())
+        if save is not None:
+            worker.spec.plugins.save_checkpoint(worker, save, CONTENTS)
+        return metrics, tools.full_weights(worker), merge
+
+    ranks2.run(update, None, tmp_path)
+    two = ranks2.run(update, tmp_path)
+    [(metrics, weights, merge)] = ranks1.run(update, tmp_path)
+    for name, value in merge(m for m, _, _ in two).items():
+        assert metrics[name].result == pytest.approx(value.result, rel=1e-9, abs=1e-9), name
+    for name, tensor in two[0][1].items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-9)
