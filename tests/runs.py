@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -271,14 +272,17 @@ class Leftovers:
 
     def shared_files(self) -> set[str]:
         """New files in /dev/shm that no living process has mapped: other programs' files come and go there too."""
-        new = set(os.listdir("/dev/shm")) - self.shared
-        mapped = set()
-        for process in psutil.process_iter() if new else ():
-            try:
-                mapped |= {Path(m.path).name for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return new - mapped
+        new = {}
+        for name in set(os.listdir("/dev/shm")) - self.shared:
+            with contextlib.suppress(FileNotFoundError):
+                new[os.stat(f"/dev/shm/{name}").st_ino] = name
+        for process in psutil.pids() if new else ():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+                    _, _, _, _, inode, *path = line.split(maxsplit=5)
+                    if path and path[0].startswith("/dev/shm/"):  # a semaphore's file is mapped under an earlier name
+                        new.pop(int(inode), None)
+        return set(new.values())
 
     @staticmethod
     def _folders() -> set[str]:
