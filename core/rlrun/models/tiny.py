@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", default="spell_backward", help="reasoning-gym dataset whose questions give the words")
     parser.add_argument("--kind", default="llama", help="architecture, as transformers names it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
-    for name, default in (("hidden", 128), ("mlp", 384), ("layers", 3), ("heads", 4), ("kv-heads", 2)):
+    for name, default in (("hidden", 96), ("mlp", 288), ("layers", 3), ("heads", 4), ("kv-heads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(arguments)
 
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     words = common_words([entry["question"] for entry in reasoning_gym.create_dataset(args.task, size=200, seed=0)])
     model = save_tiny(
-        args.out, args.kind, args.seed, words, hidden_size=args.hidden, intermediate_size=args.mlp,
+        args.out, args.kind, args.seed, [*words, "<|user|>", "<|assistant|>"], CHATML, hidden_size=args.hidden, intermediate_size=args.mlp,
         num_hidden_layers=args.layers, num_attention_heads=args.heads, num_key_value_heads=args.kv_heads,
     )
     print(f"{args.out}: {args.kind}, {model.num_parameters():,} parameters, {model.config.vocab_size} tokens, "
