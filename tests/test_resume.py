@@ -109,11 +109,11 @@ def test_across_stages(model, stopper, tmp_path):
     validation = {"data": {
         "train": [{"kind": "jsonl", "path": str(runs.write_questions(tmp_path / "train.jsonl", 16))}],
         "validation": [{"kind": "jsonl", "path": str(runs.write_questions(tmp_path / "other.jsonl", 5, 50))}]}}
-    stages = runs.sft(3), runs.grpo(3, kl_coef=0.1, kl_estimator="k2", epochs_per_step=2)
+    stages = runs.sft(3), runs.grpo(3, kl_coef=0.1, kl_estimator="k2")
     rows, _ = check(tmp_path, model, stopper, [2, 3, 4], *stages, **validation, validation={"every": 2, "at_end": True})
     assert [row["training/stage"] for row in rows] == [0, 0, 0, 1, 1, 1]
     assert [row["step"] for row in rows if "val-core/other/acc/mean@1" in row] == [2, 3, 4, 6]
-    assert 0 < rows[3]["actor/kl_loss"] < rows[5]["actor/kl_loss"]
+    assert rows[3]["actor/kl_loss"] == 0 < rows[5]["actor/kl_loss"]
 
 
 @pytest.mark.parametrize("length, expected", [({"steps": 5}, [2, 4, 5]), ({"steps": 4}, [2, 4]), ({"epochs": 1}, [2, 4, 6])])

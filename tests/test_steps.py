@@ -209,6 +209,21 @@ def test_ids_in_rollout_and_batch(tmp_path, engine, notes):
     assert len({tuple(ids[:56]) for step in trained[:3] for ids, n in zip(step, prompts[0]) if n == 56}) > 1
 
 
+def test_a_prompt_drawn_again_is_another_group(model, tmp_path):
+    """Case 17: a prompt that comes again, even in the same step, makes a group of its own, with noise of its own."""
+    questions = [{"kind": "jsonl", "path": str(runs.write_questions(tmp_path / "five.jsonl", 5))}]
+    path = runs.write_run(tmp_path, model, runs.grpo(5), data={"train": questions, "shuffle": False},
+                          actor={"optim": {"lr": 1e-12}}, trainer={"dump_rollouts_every": 1})
+    train(path)
+    groups: dict[tuple, list] = {}
+    for step in range(5):
+        for record in dump(path, f"step_{step + 1:06d}"):
+            groups.setdefault((record["uid"], record["group"]), []).append(record["completion"])
+    assert len(groups) == 20
+    assert all(len(completions) == 4 for completions in groups.values())
+    assert len({tuple(completions) for completions in groups.values()}) == 20
+
+
 def test_samples_are_used_again(model, updates, tmp_path):
     """Case 15: 8 prompts, 4 a step, 3 passes: the same four three times, then the next four; each equally often."""
     questions = [{"kind": "jsonl", "path": str(runs.write_questions(tmp_path / "eight.jsonl", 8))}]

@@ -35,8 +35,9 @@ class Rank:
         logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
         logging.getLogger("rlrun").setLevel(logging.INFO)
         disable_progress_bar()
-        # What of a report on loading matters is an error already; the rest is the head that a critic does not take.
-        logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+        # What of the reports on loading matters is an error already; the rest is the head that a critic does not take.
+        for module in ("modeling_utils", "distributed.tensor_parallel"):
+            logging.getLogger(f"transformers.{module}").setLevel(logging.ERROR)
         self.rank = rank
         self.ranks = ranks
         self.plugins = plugins
