@@ -54,7 +54,11 @@ class Cluster:
     def __init__(self, address: str | None) -> None:
         self.folder = None if address else _own_folder()
         options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING, "namespace": "rlrun"}
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it tells of its default at each start
         on_terminate = signal.getsignal(signal.SIGTERM)
+        # What starts with SIGTERM blocked outlives one to the whole process group, as timeout and schedulers send it: the
+        # driver saves, then ends Ray. Here, one that comes meanwhile waits for the driver's own handler.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             if self.folder:
                 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -67,6 +71,7 @@ class Cluster:
             raise
         finally:
             signal.signal(signal.SIGTERM, on_terminate)  # Ray's would end the driver at once
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _start(self, options: dict[str, Any], attempts: int = 4) -> None:
         """Start the cluster's processes, again where another cluster took one of its ports first."""
