@@ -49,7 +49,7 @@ def arm(point):
     original, calls = getattr(owner, name), []
 
     def replacement(*args, **kwargs):
-        if rank == "" or args[0].rank == int(rank):
+        if rank == "" or args[0].spec.rank == int(rank):
             calls.append(1)
             if len(calls) == int(nth) and what == "full":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -68,7 +68,7 @@ for point in os.environ.get("POINTS", "").split():
 '''
 """A plugin that makes things happen at chosen points. POINTS in the environment: "module:Class.method@N=WHAT ...", where
 WHAT is kill, term, int (signals to the calling process), raise, exit, sleep, or full (no file may grow beyond 4 KiB
-during the call); at the N-th call in the process; "@N/R" counts only calls on an object whose `rank` is R. Runs list it
+during the call); at the N-th call in the process; "@N/R" counts only calls whose first argument is a worker of rank R. Runs list it
 with plugins=WITH_POINTS."""
 WITH_POINTS = ["fsdp", "./points.py"]
 
