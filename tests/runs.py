@@ -68,8 +68,8 @@ for point in os.environ.get("POINTS", "").split():
 '''
 """A plugin that makes things happen at chosen points. POINTS in the environment: "module:Class.method@N=WHAT ...", where
 WHAT is kill, term, int (signals to the calling process), raise, exit, sleep, or full (no file may grow beyond 4 KiB
-during the call); at the N-th call in the process; "@N/R" counts only calls whose first argument is a worker of rank R. Runs list it
-with plugins=WITH_POINTS."""
+during the call); at the N-th call in the process; "@N/R" counts only calls whose first argument is a worker of rank R.
+Runs list it with plugins=WITH_POINTS."""
 WITH_POINTS = ["fsdp", "./points.py"]
 
 FORKING = '''
@@ -250,7 +250,7 @@ class Leftovers:
         self.mark = f"{os.getpid()}.{time.monotonic_ns()}"
         self.env = {"RLRUN_TEST_MARK": self.mark}
         self.shared = set(os.listdir("/dev/shm"))
-        self.folders = self._folders()
+        self.folders = self.folders_now()
 
     def processes(self) -> list[psutil.Process]:
         """Living processes of the runs started with `env`."""
@@ -268,7 +268,7 @@ class Leftovers:
         """Nothing of those runs is left after at most `within` seconds."""
         wait_for(lambda: not self.processes(), within, f"end of {[p.cmdline() for p in self.processes()]}")
         wait_for(lambda: not self.shared_files(), within, f"end of {self.shared_files()}")
-        assert not folders or not self._folders() - self.folders
+        assert not folders or not self.folders_now() - self.folders
 
     def shared_files(self) -> set[str]:
         """New files in /dev/shm that no living process has mapped: other programs' files come and go there too."""
@@ -285,7 +285,7 @@ class Leftovers:
         return set(new.values())
 
     @staticmethod
-    def _folders() -> set[str]:
+    def folders_now() -> set[str]:
         return {p.name for p in Path(tempfile.gettempdir()).glob("rlrun-*")}
 
 

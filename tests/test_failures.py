@@ -140,6 +140,19 @@ def test_nothing_trained_is_a_failure(tmp_path: Path, forks: Forks, model: Path,
     left.check()
 
 
+def test_more_ranks_than_processors(tmp_path: Path, forks: Forks, model: Path, left: Leftovers) -> None:
+    """Case 112: ranks that this machine cannot hold are refused at once, before Ray starts, with asked and available."""
+    there = os.cpu_count() or 1
+    config = write_run(tmp_path / "a", model, resources=runs.ray(there + 2))
+    began = time.monotonic()
+    refused = forks.run(config, env=left.env)
+    assert time.monotonic() - began < 30
+    assert refused.returncode == 4
+    assert f"{there + 2} ranks on cpu need {there + 2} CPU, there are {there}" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    left.check()
+
+
 def _no_file(config: Path) -> list[str]:
     (config.parent / "train.jsonl").unlink()
     return []
