@@ -99,6 +99,10 @@ def letters(item):
 '''
 
 
+SESSIONS: set[int] = set()
+"""Session ids of the runs that were started."""
+
+
 def write_model(directory: Path, kind: str = "llama", seed: int = 0, **sizes: Any) -> Path:
     """A model folder with some ten thousand parameters, and a tokenizer of single characters."""
     from rlrun.models.tiny import save_tiny
@@ -164,15 +168,25 @@ def rl_run(config: Path, *arguments: str, env: Mapping[str, str] | None = None, 
            ) -> subprocess.CompletedProcess[str]:
     """`rl-run CONFIG ARGUMENTS` in the configuration's folder, to its end."""
     command = [sys.executable, "-m", "rlrun", str(config), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=config.parent, env=environment(env))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=config.parent,
+                          env=environment(env), start_new_session=True) as process:
+        SESSIONS.add(process.pid)
+        try:
+            output, errors = process.communicate(timeout=timeout)
+            return subprocess.CompletedProcess(command, process.returncode, output, errors)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
 
 def start(config: Path, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """`rl-run CONFIG ARGUMENTS` in the background, in a process group of its own; its output goes to CONFIG's folder."""
     with (config.parent / "output.txt").open("a") as output:
         command = [sys.executable, "-m", "rlrun", str(config), *arguments]
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, cwd=config.parent,
-                                env=environment(env), start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, cwd=config.parent,
+                                   env=environment(env), start_new_session=True)
+        SESSIONS.add(process.pid)
+        return process
 
 
 class Forks:
@@ -192,6 +206,7 @@ class Forks:
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         self.pid = int(self.process.stdout.readline())
+        SESSIONS.add(self.pid)
         return self.pid
 
     def wait(self) -> subprocess.CompletedProcess[str]:
@@ -243,7 +258,8 @@ def wait_for(condition: Any, timeout: float, what: str) -> Any:
 class Leftovers:
     """What runs leave behind: processes, files in /dev/shm, Ray's temporary folders. Compares with the time it was made.
 
-    Processes are known by an environment variable that a run hands down to all that it starts; pass `env` to it.
+    Processes are known by an environment variable that a run hands down to all that it starts (pass `env` to it), or by
+    their session, where they have overwritten their environment.
     """
 
     def __init__(self) -> None:
@@ -257,10 +273,10 @@ class Leftovers:
         found = []
         for process in psutil.process_iter():
             try:
-                marked = process.environ().get("RLRUN_TEST_MARK") == self.mark
-                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                known = os.getsid(process.pid) in SESSIONS or process.environ().get("RLRUN_TEST_MARK") == self.mark
+                if known and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError, PermissionError):
                 continue
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,23 +94,29 @@ def test_killed_and_resumed(tmp_path: Path, model: Path, left: Leftovers, undist
     left.check()
 
 
-def test_folders_of_killed_runs_go(tmp_path: Path, model: Path, left: Leftovers) -> None:
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A temporary folder whose path is short enough for Ray's sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_folders_of_killed_runs_go(tmp_path: Path, short_folder: Path, model: Path, left: Leftovers) -> None:
     """Case 114: the temporary folder of a killed run goes when the next one starts; those of living runs stay."""
     config = write_run(tmp_path / "a", model, plugins=WITH_POINTS, resources=runs.ray(1))
-    env = {**left.env, "TMPDIR": str(tmp_path / "t")}
-    (tmp_path / "t").mkdir()
+    env = {**left.env, "TMPDIR": str(short_folder)}
     assert rl_run(config, env={**env, "POINTS": f"{UPDATE}@1=kill"}, timeout=240).returncode == -9
     left.check(within=20)
-    old, = (tmp_path / "t").glob("rlrun-*")
+    old, = short_folder.glob("rlrun-*")
     os.utime(old, (time.time() - 3600,) * 2)
     live = write_run(tmp_path / "b", model, plugins=WITH_POINTS, resources=runs.ray(1))
     process = start(live, env={**env, "POINTS": f"{UPDATE}@3=sleep"})
     wait_for(lambda: (live.parent / "run" / "metrics.jsonl").exists(), 240, "start")
-    own, = (tmp_path / "t").glob("rlrun-*")
+    own, = short_folder.glob("rlrun-*")
     assert own != old
     os.utime(own, (time.time() - 3600,) * 2)
     assert rl_run(config, env=env, timeout=240).returncode == 0
-    assert list((tmp_path / "t").glob("rlrun-*")) == [own]
+    assert list(short_folder.glob("rlrun-*")) == [own]
     process.kill()
     process.wait()
     left.check(within=20)
@@ -230,7 +237,7 @@ def _sizes(process: subprocess.Popen[str], run: Path, left: Leftovers) -> dict[s
         step = len((run / "metrics.jsonl").read_text().splitlines())
         if step and not watched:
             watched = {"driver": psutil.Process(process.pid)}
-            watched |= {f"rank {p.pid}": p for p in left.processes() if p.cmdline()[:1] == ["ray::RayRank"]}
+            watched |= {f"rank {p.pid}": p for p in left.processes() if p.name().startswith("ray::RayRank")}
         for name, one in watched.items():
             try:
                 sizes.setdefault(name, []).append((step, one.memory_info().rss / 1e6))

@@ -34,6 +34,8 @@ PLACEMENT_TIMEOUT_S = 40.0
 SECOND_FAILURE_WAIT_S = 3.0
 STACKS_WAIT_S = 10.0
 START_LIMIT_S = 300.0
+LONGEST_BASE = 26
+"""Ray's sockets lie up to 80 characters deeper, and their paths may have 107."""
 
 
 class RayRank(rank_module.Rank):
@@ -97,7 +99,10 @@ class Cluster:
 
 def _own_folder() -> tuple[str, int]:
     """A temporary folder, and the open file that locks it while this process lives. Removes those of killed processes."""
-    for old in Path(tempfile.gettempdir()).glob("rlrun-*"):
+    base = tempfile.gettempdir()
+    if len(base) > LONGEST_BASE:
+        base = "/tmp"
+    for old in Path(base).glob("rlrun-*"):
         with contextlib.suppress(OSError):  # it is another user's, or in use, or just now gone
             if old.stat().st_mtime < time.time() - 60:  # a newer one may not be locked yet
                 descriptor = os.open(old, os.O_RDONLY)
@@ -106,7 +111,7 @@ def _own_folder() -> tuple[str, int]:
                     shutil.rmtree(old)
                 finally:
                     os.close(descriptor)
-    folder = tempfile.mkdtemp(prefix="rlrun-")
+    folder = tempfile.mkdtemp(prefix="rlrun-", dir=base)
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return folder, descriptor
