@@ -266,7 +266,7 @@ class Leftovers:
         self.mark = f"{os.getpid()}.{time.monotonic_ns()}"
         self.env = {"RLRUN_TEST_MARK": self.mark}
         self.shared = set(os.listdir("/dev/shm"))
-        self.folders = self.folders_now()
+        self.folders = self._folders()
 
     def processes(self) -> list[psutil.Process]:
         """Living processes of the runs started with `env`."""
@@ -280,11 +280,11 @@ class Leftovers:
                 continue
         return found
 
-    def check(self, within: float = 20.0, folders: bool = True) -> None:
+    def check(self, within: float = 20.0) -> None:
         """Nothing of those runs is left after at most `within` seconds."""
-        wait_for(lambda: not self.processes(), within, f"end of {[p.cmdline() for p in self.processes()]}")
+        wait_for(lambda: not self.processes(), within, f"end of {self.processes()}")
         wait_for(lambda: not self.shared_files(), within, f"end of {self.shared_files()}")
-        assert not folders or not self.folders_now() - self.folders
+        wait_for(lambda: not self._folders() - self.folders, within, "end of Ray's folders")
 
     def shared_files(self) -> set[str]:
         """New files in /dev/shm that no living process has mapped: other programs' files come and go there too."""
@@ -301,7 +301,7 @@ class Leftovers:
         return set(new.values())
 
     @staticmethod
-    def folders_now() -> set[str]:
+    def _folders() -> set[str]:
         return {p.name for p in Path(tempfile.gettempdir()).glob("rlrun-*")}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +75,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[d
 
 def test_killed_and_resumed(tmp_path: Path, model: Path, left: Leftovers, undisturbed: list[dict[str, Any]]) -> None:
     """Case 114: kill -9 of the driver in update, rollout and save, and of rank 1 in update and save: nothing stays after
-    20 s but the temporary folder, which the next run removes; the same command goes on bit for bit."""
+    20 s; the same command goes on bit for bit."""
     config = two_stages(tmp_path / "a", model)
     run = config.parent / "run"
     done = []
@@ -84,42 +83,13 @@ def test_killed_and_resumed(tmp_path: Path, model: Path, left: Leftovers, undist
                         (f"{RANK_SAVE_EXTRA}@1/1", 1)):
         killed = rl_run(config, env={**left.env, "POINTS": f"{point}=kill"}, timeout=240)
         assert killed.returncode == code, killed.stderr
-        left.check(within=20, folders=code == 1)
-        left.folders = left.folders_now()
+        left.check(within=20)
         done.append([int(name[-1]) * (-1 if "partial" in name else 1) for name in checkpoints(run)])
     assert done == [[1], [1, 2], [-3, 1, 2], [1, 2, 3], [1, 2, 3]]
     finished = rl_run(config, env=left.env, timeout=240)
     assert finished.returncode == 0, finished.stderr
     assert comparable(metrics(run)) == undisturbed
     left.check()
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """A temporary folder whose path is short enough for Ray's sockets in it."""
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
-        yield Path(folder)
-
-
-def test_folders_of_killed_runs_go(tmp_path: Path, short_folder: Path, model: Path, left: Leftovers) -> None:
-    """Case 114: the temporary folder of a killed run goes when the next one starts; those of living runs stay."""
-    config = write_run(tmp_path / "a", model, plugins=WITH_POINTS, resources=runs.ray(1))
-    env = {**left.env, "TMPDIR": str(short_folder)}
-    assert rl_run(config, env={**env, "POINTS": f"{UPDATE}@1=kill"}, timeout=240).returncode == -9
-    left.check(within=20)
-    old, = short_folder.glob("rlrun-*")
-    os.utime(old, (time.time() - 3600,) * 2)
-    live = write_run(tmp_path / "b", model, plugins=WITH_POINTS, resources=runs.ray(1))
-    process = start(live, env={**env, "POINTS": f"{UPDATE}@3=sleep"})
-    wait_for(lambda: (live.parent / "run" / "metrics.jsonl").exists(), 240, "start")
-    own, = short_folder.glob("rlrun-*")
-    assert own != old
-    os.utime(own, (time.time() - 3600,) * 2)
-    assert rl_run(config, env=env, timeout=240).returncode == 0
-    assert list(short_folder.glob("rlrun-*")) == [own]
-    process.kill()
-    process.wait()
-    left.check(within=20)
 
 
 @pytest.mark.parametrize("sent, group", [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)])
@@ -240,7 +210,8 @@ def _sizes(process: subprocess.Popen[str], run: Path, left: Leftovers) -> dict[s
             watched |= {f"rank {p.pid}": p for p in left.processes() if p.name().startswith("ray::RayRank")}
         for name, one in watched.items():
             try:
-                sizes.setdefault(name, []).append((step, one.memory_info().rss / 1e6))
+                if size := one.memory_info().rss:  # a zombie has none
+                    sizes.setdefault(name, []).append((step, size / 1e6))
             except psutil.NoSuchProcess:
                 continue
     return sizes

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +36,18 @@ START_LIMIT_S = 300.0
 LONGEST_BASE = 26
 """Ray's sockets lie up to 80 characters deeper, and their paths may have 107."""
 
+REAPER = r"""
+read -r _ || {
+    for p in /proc/[0-9]*; do
+        grep -qs ^ray:: $p/cmdline && ls -l $p/fd 2>/dev/null | grep -qF "$0/" && kill -9 ${p#/proc/}
+    done
+    sleep 1
+}
+rm -rf "$0"
+"""
+"""Removes a cluster's folder, at the run's end or where the driver is killed. Most of Ray's processes die with the driver
+then, but its agents would try to report that for a minute; they are known by the log files that they hold open there."""
+
 
 class RayRank(rank_module.Rank):
     """A rank as an actor; `stacks` answers from a thread of its own while another call hangs."""
@@ -54,7 +65,7 @@ class Cluster:
     """A Ray cluster of this run alone, or a running one that it joins (resources.ray_address)."""
 
     def __init__(self, address: str | None) -> None:
-        self.folder = None if address else _own_folder()
+        self.folder: str | None = None
         options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING, "namespace": "rlrun"}
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it tells of its default at each start
         on_terminate = signal.getsignal(signal.SIGTERM)
@@ -62,9 +73,12 @@ class Cluster:
         # driver saves, then ends Ray. Here, one that comes meanwhile waits for the driver's own handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            if self.folder:
+            if address is None:
+                base = tempfile.gettempdir()
+                self.folder = tempfile.mkdtemp(prefix="rlrun-", dir=base if len(base) <= LONGEST_BASE else "/tmp")
+                self.reaper = subprocess.Popen(["sh", "-c", REAPER, self.folder], stdin=subprocess.PIPE, start_new_session=True)
                 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-                self._start({**options, "address": "local", "include_dashboard": False, "_temp_dir": self.folder[0],
+                self._start({**options, "address": "local", "include_dashboard": False, "_temp_dir": self.folder,
                              "object_store_memory": _object_store_bytes()})
             else:
                 ray.init(**options, address=address)
@@ -92,29 +106,8 @@ class Cluster:
     def close(self) -> None:
         ray.shutdown()
         if self.folder:
-            shutil.rmtree(self.folder[0], ignore_errors=True)
-            os.close(self.folder[1])
+            self.reaper.communicate(b"the end\n")
             self.folder = None
-
-
-def _own_folder() -> tuple[str, int]:
-    """A temporary folder, and the open file that locks it while this process lives. Removes those of killed processes."""
-    base = tempfile.gettempdir()
-    if len(base) > LONGEST_BASE:
-        base = "/tmp"
-    for old in Path(base).glob("rlrun-*"):
-        with contextlib.suppress(OSError):  # it is another user's, or in use, or just now gone
-            if old.stat().st_mtime < time.time() - 60:  # a newer one may not be locked yet
-                descriptor = os.open(old, os.O_RDONLY)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(old)
-                finally:
-                    os.close(descriptor)
-    folder = tempfile.mkdtemp(prefix="rlrun-", dir=base)
-    descriptor = os.open(folder, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return folder, descriptor
 
 
 def _object_store_bytes() -> int:
