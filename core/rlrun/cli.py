@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -134,6 +135,7 @@ def _reported(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a further one must not change how this ends
         print("rl-run: interrupted", file=sys.stderr)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except RunError as error:

@@ -60,7 +60,7 @@ class Trainer:
             if state is None or index > self.stage:
                 self.stage, self.stage_step, self.updates, state = index, 0, 0, None
             self._train_stage(self.config.stages[index], state, resumed)
-            state, resumed = None, self.run.checkpoints.latest()
+            state, resumed = None, self.run.checkpoints.latest() or resumed
 
     def _train_stage(self, stage: StageConfig, state: dict[str, Any] | None, start: Checkpoint | None) -> None:
         total = self.total = self.run.stage_steps(stage)
