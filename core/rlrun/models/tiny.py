@@ -120,10 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import reasoning_gym
 
     questions = [entry["question"] for entry in reasoning_gym.create_dataset(args.task, size=200, seed=0)]
-    # What every question begins with is one token: no compute goes into reading it 200,000 times.
-    words = [os.path.commonprefix(questions).rstrip(), *common_words(questions)]
+    # What every question begins with becomes one token: no time goes into reading it again and again.
+    template = os.path.commonprefix(questions).rstrip()  # noqa: RUF071 - letter by letter is what is meant
+    words = [template, *common_words(questions)]
     model = save_tiny(
-        args.out, args.kind, args.seed, [*words, "<|user|>", "<|assistant|>"], CHATML, hidden_size=args.hidden, intermediate_size=args.mlp,
+        args.out, args.kind, args.seed, [*words, "<|user|>", "<|assistant|>"], CHATML,
+        hidden_size=args.hidden, intermediate_size=args.mlp,
         num_hidden_layers=args.layers, num_attention_heads=args.heads, num_key_value_heads=args.kv_heads,
     )
     print(f"{args.out}: {args.kind}, {model.num_parameters():,} parameters, {model.config.vocab_size} tokens, "

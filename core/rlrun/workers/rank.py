@@ -44,7 +44,7 @@ class Rank:
         self.config = config
         self.workers: dict[str, Worker] = {}
         self.engine: Rollout | None = None
-        self.device = torch.device(device, 0 if device == "cuda" else None)  # a rank sees its own GPU alone, as the first
+        self.device = torch.device("cuda:0" if device == "cuda" else device)  # a rank sees its own GPU alone
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,23 +23,22 @@ from rlrun.models.loading import export
 if TYPE_CHECKING:
     from rlrun_fsdp.worker import FsdpWorker
 
+_FULL_BYTES = 1 << 20
+"""A disk with less room than this is full."""
+
 
 def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
     """Write `contents` (model, optimizer, extra, hf_model). Collective; a failure on any rank raises on all."""
-    _together(lambda: directory.mkdir(parents=True, exist_ok=True))
+    _together(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
     state = _sharded_state(worker, contents)
     if state:
-        try:
-            dcp_save(state, storage_writer=FileSystemWriter(directory, sync_files=True))
-        except CheckpointException as error:
-            told = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
-            raise OSError(f"{directory} could not be written: {told}") from error
+        _together(directory, lambda: dcp_save(state, storage_writer=FileSystemWriter(directory, sync_files=True)))
     if "extra" in contents:
-        _together(lambda: torch.save(_extra(worker), _extra_path(directory, dist.get_rank())))
+        _together(directory, lambda: torch.save(_extra(worker), _extra_path(directory, dist.get_rank())))
     if "hf_model" in contents:
         first = dist.get_rank() == 0
         weights = [(name, tensor.cpu()) for name, tensor in worker.weights() if first]
-        _together(lambda: _export(worker, weights, directory / "hf") if first else None)
+        _together(directory, lambda: _export(worker, weights, directory / "hf") if first else None)
 
 
 def _export(worker: FsdpWorker, weights: list[tuple[str, Tensor]], directory: Path) -> None:
@@ -76,20 +76,30 @@ def _sharded_state(worker: FsdpWorker, contents: Sequence[str]) -> dict[str, Any
     return state
 
 
-def _together(action: Callable[[], None]) -> None:
-    """Do something on each rank; where it fails on any, raise on all."""
-    error: Exception | None = None
+def _together(directory: Path, action: Callable[[], object]) -> None:
+    """Do something on each rank; where it fails on any, raise on all: OSError where a disk is to blame."""
+    error: BaseException | None = None
     try:
         action()
-    except Exception as failed:  # noqa: BLE001 - raised below, after the other ranks know
+    except (Exception, CheckpointException) as failed:  # noqa: BLE001 - raised below, after the other ranks know
         error = failed
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, repr(error) if error else None)
+    failures: list[tuple[str, bool] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, (repr(error), _of_disk(error, directory)) if error else None)
+    for rank, failure in enumerate(failures):
+        if failure is not None and failure[1]:
+            raise OSError(f"{directory} could not be written by rank {rank}: {failure[0]}") from error
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):
         if failure is not None:
-            raise OSError(f"writing the checkpoint failed on rank {rank}: {failure}")
+            raise RuntimeError(f"saving failed on rank {rank}: {failure[0]}")
+
+
+def _of_disk(error: BaseException, directory: Path) -> bool:
+    """Whether the disk failed, and not we. PyTorch and safetensors report a full one by errors of other types."""
+    failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    full = directory.exists() and shutil.disk_usage(directory).free < _FULL_BYTES
+    return full or any(isinstance(failure, OSError) for failure in failures)
 
 
 def _extra_path(directory: Path, rank: int) -> Path:

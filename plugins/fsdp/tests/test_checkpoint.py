@@ -197,6 +197,48 @@ def test_a_full_disk_reaches_all_ranks(gpt2, ranks2, tools, tmp_path, contents, 
         assert "No space left" in text
 
 
+def test_only_a_disk_is_forgiven(gpt2, ranks2, tools, tmp_path):
+    """Any other error while saving keeps its type: a run must not train on as if its disk were full."""
+    config = tools.make_config(gpt2)
+
+    def run():
+        from unittest import mock
+
+        import torch.distributed as dist
+
+        worker = tools.make_worker(config)
+        broken = mock.patch("rlrun_fsdp.checkpoint._extra", side_effect=KeyError("a bug on rank 0"))
+        with broken if dist.get_rank() == 0 else mock.patch("os.devnull", "unused"):
+            try:
+                worker.spec.plugins.save_checkpoint(worker, tmp_path, ["extra"])
+            except Exception as error:  # noqa: BLE001 - what it is, is what is tested
+                return type(error).__name__, str(error)
+        return None
+
+    assert ranks2.run(run, timeout=30) == [
+        ("KeyError", "'a bug on rank 0'"), ("RuntimeError", "saving failed on rank 0: KeyError('a bug on rank 0')")]
+
+
+def test_uneven_shards_are_exported(ranks2, tools, tmp_path):
+    """Case 43 (the kind): a vocabulary that the ranks do not divide is gathered from a padded buffer, and exported whole."""
+    from transformers import AutoModelForCausalLM
+
+    from rlrun.models.tiny import save_tiny
+
+    model = save_tiny(tmp_path / "odd", words=["odd"], hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                      num_attention_heads=2)
+    assert model.config.vocab_size % 2
+    config = tools.make_config(tmp_path / "odd", model__dtype="float32")
+
+    def run():
+        worker = tools.make_worker(config)
+        worker.spec.plugins.save_checkpoint(worker, tmp_path, ["hf_model"])
+
+    ranks2.run(run)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert all(torch.equal(exported[name], x) for name, x in model.state_dict().items())
+
+
 def test_first_update_at_another_number_of_ranks(gpt2, ranks1, ranks2, tools, tmp_path):
     """When 2 ranks become 1, metrics and weights of the next update on the same batch are equal."""
     batch, loss = tools.make_batch(), tools.TermsLoss()
