@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _FULL_BYTES = 1 << 20
 """A disk with less room than this is full."""
+_WRITER_ERRORS = ("inline_container.cc", "os error ")
+"""What torch.save and safetensors say where a write fails; at a quota the disk itself is not full."""
 
 
 def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
@@ -99,7 +101,7 @@ def _of_disk(error: BaseException, directory: Path) -> bool:
     """Whether the disk failed, and not we. PyTorch and safetensors report a full one by errors of other types."""
     failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     full = directory.exists() and shutil.disk_usage(directory).free < _FULL_BYTES
-    return full or any(isinstance(failure, OSError) for failure in failures)
+    return full or any(isinstance(one, OSError) or any(text in str(one) for text in _WRITER_ERRORS) for one in failures)
 
 
 def _extra_path(directory: Path, rank: int) -> Path:
