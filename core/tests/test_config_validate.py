@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlrun.config.load import load_config
+from rlrun.config.changes import changes
+from rlrun.config.load import load_config, to_yaml
 from rlrun.config.validate import validate, validate_resolved
 from rlrun.errors import ConfigError
 from rlrun.plugins import Plugins
@@ -84,7 +85,7 @@ NAN, INF = float("nan"), float("inf")
 ])
 def test_values_alone(load, key, bad, good):
     """Cases 8, 30: values that would fail or do harm in the middle of a run are refused at start, with the key."""
-    config, plugins = load("stages.0.algorithm.kl_coef=0.1")
+    config, plugins = load("stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_in=reward")
 
     def check(value):
         section, *rest = config, *key.split(".")
@@ -114,7 +115,8 @@ def test_values_alone(load, key, bad, good):
     (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt", "grpo"]),
     (["rollout.samples_per_prompt=1", "stages.0.algorithm.name=rloo"], ["rollout.samples_per_prompt", "rloo"]),
     (["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_estimator=k1"], ["kl_estimator", "kl_in"]),
-    (["stages.0.algorithm.kl_target=0.1"], ["kl_target", "kl_coef"]),
+    (["stages.0.algorithm.kl_target=0.1", "stages.0.algorithm.kl_in=reward"], ["kl_target", "kl_coef"]),
+    (["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_target=0.1"], ["algorithm.kl_target has no effect", "kl_in loss"]),
     (["rollout.max_new_tokens=16000"], ["data.max_prompt_tokens", "rollout.max_new_tokens", "tokens_per_micro_batch"]),
     (["resources.launcher=local", "resources.train_ranks=2"], ["resources.launcher", "resources.train_ranks"]),
     (["resources.launcher=local", "resources.ray_address=x:1"], ["resources.launcher", "resources.ray_address"]),
@@ -127,6 +129,10 @@ def test_values_alone(load, key, bad, good):
     (["actor.optim.warmup_steps=10"], ["actor.optim.warmup_steps", "10 updates of stages.0"]),
     (["stages.0.optim={warmup_steps: 10}"], ["stages.0.optim.warmup_steps", "stages.0"]),
     (["stages.0.algorithm.critic_warmup_steps=10"], ["critic_warmup_steps", "10 steps"]),
+    (["stages.0.algorithm={name: ppo, critic_warmup_steps: 4}", "actor.optim.warmup_steps=6"],
+     ["actor.optim.warmup_steps", "6 updates of stages.0 for the actor"]),
+    (["stages.0.algorithm.name=ppo", "critic.optim.warmup_steps=10"],
+     ["critic.optim.warmup_steps", "10 updates of stages.0 for the critic"]),
     (["trainer.trackers=[console, consol]"], ["trainer.trackers.1: no tracker 'consol'", "did you mean 'console'"]),
     (["trainer.trackers=[console, console]"], ["trainer.trackers"]),
     (["actor.backend=fdsp"], ["actor.backend: no backend 'fdsp'", "did you mean 'fsdp'"]),
@@ -149,11 +155,12 @@ def test_combinations(load, overrides, keys):
     [], ["stages.0.algorithm.prompts_per_update=4", "actor.optim.warmup_steps=19"], ["rollout.samples_per_prompt=2"],
     ["rollout.samples_per_prompt=1", "stages.0.algorithm.name=ppo"], ["stages.0.steps=null", "stages.0.epochs=1"],
     ["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_estimator=k1", "stages.0.algorithm.kl_in=reward"],
-    ["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_target=0.1"], ["rollout.max_new_tokens=15360"],
+    ["stages.0.algorithm={kl_coef: 0.1, kl_target: 0.1, kl_in: reward}"], ["rollout.max_new_tokens=15360"],
     ["resources.launcher=local"], ["rollout.engine=far"], ["validation.top_p=0.5"],
     ["validation.samples_per_prompt=4", "validation.temperature=0.7"], ["run.name=größe = 1.5b (x)"],
     ["checkpoint.save_contents=[hf_model]", "checkpoint.load_contents=[]"],
-    ["actor.optim.warmup_steps=10", "stages.0.optim={lr: 1e-3}"],
+    ["actor.optim.warmup_steps=10", "stages.0.optim={lr: 1e-3}"], ["critic.optim.warmup_steps=10"],
+    ["stages.0.algorithm={name: ppo, critic_warmup_steps: 4}", "actor.optim.warmup_steps=5", "critic.optim.warmup_steps=9"],
 ])
 def test_possible_combinations(load, overrides):
     """The same rules let pass what is possible."""
@@ -205,3 +212,11 @@ def test_built_in_names_are_what_they_say():
     plugins = Plugins.load([])
     assert {name: plugins.resolve("algorithm", name).online for name in plugins.provided("algorithm")} == {
         "grpo": True, "rloo": True, "ppo": True, "sft": False}
+
+
+def test_a_resumed_run_may_not_change_its_numbers(load, tmp_path):
+    """Case 46: what changes even a last bit is refused on resume; how memory is used is free."""
+    (tmp_path / "config.yaml").write_text(to_yaml(load()[0]))
+    assert changes(tmp_path / "config.yaml", load("resources.train_ranks=2")[0]) == {"resources.train_ranks": (1, 2)}
+    message = refused(lambda key: changes(tmp_path / "config.yaml", load(key)[0]), "rollout.max_sequences=2")
+    assert "rollout.max_sequences was" in message

@@ -12,7 +12,7 @@ from rlrun.config.schema import Config
 from rlrun.errors import ConfigError
 
 FREE = ("trainer.", "checkpoint.", "validation.", "resources.", "run.dir", "plugins", "reward.processes", "reward.timeout_s",
-        "actor.tokens_per_micro_batch", "rollout.max_sequences", "rollout.gap_fraction")
+        "actor.tokens_per_micro_batch", "rollout.gap_fraction")
 """Keys that may change: where and how the run works, not what it computes. A stage may also get other `steps` or `epochs`."""
 
 

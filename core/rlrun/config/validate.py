@@ -177,12 +177,20 @@ def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
         yield (f"{at}.kl_estimator k1 as a loss has an expected gradient of zero: take k2 or k3, or {at}.kl_in reward")
     if algorithm.kl_target is not None and algorithm.kl_coef == 0:
         yield f"{at}.kl_target needs {at}.kl_coef > 0 to start from"
+    if algorithm.kl_target is not None and algorithm.kl_in == "loss":
+        yield f"{at}.kl_target has no effect with {at}.kl_in loss: take {at}.kl_in reward, or a fixed kl_coef"
     if stage.optim is not None:
         yield from _optim(stage.optim, f"{key}.optim")
     if stage.steps is not None:
-        updates = stage.steps * (algorithm.prompts_per_step // per_update) * algorithm.epochs_per_step
+        each, alone = stage.updates_per_step, algorithm.critic_warmup_steps if algorithm.name == "ppo" else 0
         where, optim = (f"{key}.optim", stage.optim) if stage.optim else ("actor.optim", config.actor.optim)
-        if optim.warmup_steps >= updates:
-            yield f"{where}.warmup_steps = {optim.warmup_steps} leaves none of the {updates} updates of {key}"
+        trained = [("actor", where, optim, (stage.steps - alone) * each)]
+        if algorithm.name == "ppo":
+            trained.append(("critic", "critic.optim", config.critic.optim, stage.steps * each))
         if algorithm.critic_warmup_steps >= stage.steps:
             yield f"{at}.critic_warmup_steps = {algorithm.critic_warmup_steps} leaves none of the {stage.steps} steps"
+            return
+        for role, where, optim, updates in trained:
+            if optim.warmup_steps >= updates:
+                yield (f"{where}.warmup_steps = {optim.warmup_steps} leaves none of the {updates} updates of {key} "
+                       f"for the {role}")
