@@ -152,6 +152,62 @@ def test_neither_ranks_nor_micro_batches_nor_order(name, gpt2, other, ranks1, ra
     assert_same(drive(ranks2, config, train_on, batch), expected, 1e-9)
 
 
+def update(workers, plugins, config, batch, loss, atom="sequence"):
+    """One update of a new actor: its metrics, and the weights."""
+    from rlrun.metrics import results
+    from rlrun.workers.protocol import RoleRequest
+
+    actor = RoleRequest(True, config.model.path, config.model.dtype, optim=config.actor.optim)
+    workers.build("actor", actor, 1, frozenset({"log_probs"}))
+    metrics = results(workers.update("actor", batch, loss, batch.denominators(), atom))
+    return [metrics], {"actor": workers.call("weights", "actor")[0]}
+
+
+def spread(outputs, batch):
+    """A loss that couples the samples of a group: the squares of each group's sum of log-probabilities."""
+    from rlrun.workers.protocol import Term
+
+    _, group = batch.sequences["group"].unique(return_inverse=True)
+    sums = batch.sums(outputs["log_probs"])
+    return {"loss": Term(torch.zeros(len(batch), dtype=sums.dtype).index_add(0, group, sums).square().sum(), "constant", 1e-5)}
+
+
+def test_atoms_stay_whole(gpt2, other, ranks1, ranks2, tmp_path):  # noqa: F811
+    """Cases 82, 98: a loss over whole groups gives the same update, on however many ranks and in however small micro-batches."""
+    config, batch = write(tmp_path, gpt2, other, {"name": "grpo"}), recorded()
+    expected = drive(ranks1, config, update, batch, spread, "group")
+    assert moved(gpt2, expected[1]["actor"]) > 0.01
+    config.actor.tokens_per_micro_batch = int(max(batch.lengths.view(4, 4).sum(1)))
+    for ranks in (ranks1, ranks2):
+        assert_same(drive(ranks, config, update, batch, spread, "group"), expected, 1e-9)
+    config.actor.tokens_per_micro_batch = 17
+    with pytest.raises(Exception, match=r"17"):
+        drive(ranks1, config, update, batch, spread, "group")
+
+
+def test_sft_is_at_temperature_one(gpt2, other, ranks1, tmp_path):  # noqa: F811
+    """What the engine samples with does not change the likelihood that supervised training maximises."""
+    config, batch = write(tmp_path, gpt2, other, {"name": "sft"}), recorded()
+    assert config.rollout.temperature == 0.8
+    at_08 = drive(ranks1, config, train_on, batch)
+    config.rollout.temperature = 1.0
+    assert_same(at_08, drive(ranks1, config, train_on, batch), 1e-12)
+
+
+def test_what_is_not_finite_counts_once(gpt2, other, ranks2, tmp_path):  # noqa: F811
+    """Case 100: a NaN that all ranks report counts as one; a term without anything to divide by is left out."""
+    from rlrun.algorithms.losses import PolicyLoss
+
+    config, batch = write(tmp_path, gpt2, other, {"name": "grpo"}), recorded()
+    batch.tokens["advantages"] = torch.full_like(batch.tokens["rollout_log_probs"], torch.nan)
+    batch.tokens["gap_mask"][:] = False
+    [metrics], _ = drive(ranks2, config, update, batch, PolicyLoss(0.2, 0.2, "token_mean"))
+    assert {k: v for k, v in metrics.items() if "nonfinite" in k} == {"nonfinite/actor/pg_loss": 1, "nonfinite/grad_norm": 1}
+    assert metrics["skipped"] == 1
+    assert "actor/ppo_kl" in metrics
+    assert "rollout/gap_mean" not in metrics
+
+
 def test_several_updates_a_step(gpt2, other, ranks1, ranks2, tmp_path):  # noqa: F811
     """Cases 82, 98: 4 updates of 2 prompts each; from the second one on the ratio is not 1, and clips."""
     config = write(tmp_path, gpt2, other, {"name": "ppo", **KL_ENTROPY}, per_update=2, epochs=2)

@@ -147,6 +147,27 @@ def test_critic_warmup(model, tmp_path):
     assert all(row["critic/vf_loss"] > 0 for row in rows)
 
 
+def test_an_actor_that_learns_nothing_ends_ppo(model, tmp_path, monkeypatch):
+    """Case 66: updates that are skipped in a row count by role: a critic that learns hides no actor whose loss is NaN."""
+    from rlrun.algorithms.losses import PolicyLoss
+    from rlrun.errors import RunError
+
+    call = PolicyLoss.__call__
+
+    def spoilt(self, outputs, batch):
+        terms = call(self, outputs, batch)
+        return {**terms, "actor/pg_loss": terms["actor/pg_loss"]._replace(sum=terms["actor/pg_loss"].sum * float("nan"))}
+
+    monkeypatch.setattr(PolicyLoss, "__call__", spoilt)
+    path = runs.write_run(tmp_path, model, runs.grpo(9, name="ppo"), trainer={"max_skipped_updates": 3})
+    with pytest.raises(RunError, match="3 updates of the actor in a row"):
+        train(path)
+    rows = runs.metrics(tmp_path / "run")
+    assert [row["training/skipped_updates"] for row in rows] == [1, 2]
+    assert {k for k in rows[0] if "nonfinite" in k} == {"nonfinite/actor/pg_loss", "nonfinite/actor/grad_norm"}
+    assert (rows[0]["actor/skipped"], rows[0]["critic/skipped"]) == (1, 0)
+
+
 def test_the_gap_shows_an_engine_at_another_temperature(engine, notes, tmp_path):
     """Case 29: log-probabilities of temperature 1 do not pass for those of 0.7."""
     model = runs.write_model(tmp_path / "peaked", initializer_range=0.5)

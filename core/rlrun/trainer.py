@@ -40,7 +40,8 @@ class Trainer:
         self.stage_start: str | None = None
         """Name of the checkpoint that the stage began with; None: the model of the configuration."""
         self.counters = {"checkpoint/failures": 0, "training/skipped_steps": 0, "training/skipped_updates": 0}
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row: dict[str, int] = {}
+        """By role."""
         self.updates = 0
         """Updates that changed a model in this stage."""
         self.row: dict[str, float] = {}
@@ -93,6 +94,7 @@ class Trainer:
         self, stage: StageConfig, total: int, state: dict[str, Any] | None, start: Checkpoint | None
     ) -> tuple[Algorithm, Collector]:
         """Place the stage's models, and give them their weights: the checkpoint's, or the model's."""
+        self.run.workers.sleep()  # the engine's memory is needed for the models
         if state is None:
             self.stage_start = start.path.name if start else None
         algorithm = self.run.algorithm(stage)
@@ -133,7 +135,7 @@ class Trainer:
                 for role, loss in losses.items():
                     with self._phase(f"update_{role}"):
                         update = self.run.workers.update(role, mini, loss, denominators, algorithm.atom)
-                    self._count_skips(update)
+                    self._count_skips(role, update)
                     parts.append(_prefixed(role, update))
                 batch.tokens.pop("gap_mask", None)  # from the second update on, the trainer's policy has moved
         data, ranks = self.config.data, self.config.resources.train_ranks
@@ -179,7 +181,7 @@ class Trainer:
         self._dump(rollouts.records(), f"validation_{self.step:06d}", 1)
         return validation_metrics(
             [s.data_source for s in rollouts.samples], rollouts.groups,
-            [{"reward": s.reward, "acc": s.correct, "pred": s.pred} for s in rollouts.scores],
+            [{"reward": s.reward, "acc": None if s.reward is None else s.correct, "pred": s.pred} for s in rollouts.scores],
         )
 
     def _save(self, state: dict[str, Any], final: bool) -> None:
@@ -211,13 +213,13 @@ class Trainer:
                 self._save(self._boundary, final=False)
             raise Terminated(f"stopped by a signal in step {self.step + 1}; the same command repeats that step")
 
-    def _count_skips(self, update: dict[str, Value]) -> None:
+    def _count_skips(self, role: str, update: dict[str, Value]) -> None:
         skipped = update["skipped"].total > 0
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        in_a_row = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if skipped else 0
         self.counters["training/skipped_updates"] += skipped
         self.updates += not skipped
-        if self.skipped_in_a_row >= self.config.trainer.max_skipped_updates:
-            raise RunError(f"{self.skipped_in_a_row} updates in a row had a non-finite gradient "
+        if in_a_row >= self.config.trainer.max_skipped_updates:
+            raise RunError(f"{in_a_row} updates of the {role} in a row had a non-finite gradient "
                            "(trainer.max_skipped_updates); the last checkpoint is from before them or unaffected by them")
 
     def _dump(self, records: Sequence[dict[str, Any]], name: str, every: int) -> None:
@@ -237,4 +239,5 @@ class Trainer:
 def _prefixed(role: str, update: dict[str, Value]) -> dict[str, Value]:
     """What an update says of itself, under its role's name, as means over a step's updates."""
     own = ("grad_norm", "lr", "skipped")
-    return {f"{role}/{k}" if k in own else k: Value(v.total, 1.0) if k in own else v for k, v in update.items()}
+    names = {k: f"{role}/{k}" for k in own} | {f"nonfinite/{k}": f"nonfinite/{role}/{k}" for k in own}
+    return {names.get(k, k): Value(v.total, 1.0) if k in own else v for k, v in update.items()}

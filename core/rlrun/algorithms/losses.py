@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -98,8 +99,9 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class SftLoss:
-    """Mean negative log-likelihood of the tokens in `loss_mask`."""
+    """Mean negative log-likelihood of the tokens in `loss_mask`, by the model's own distribution."""
 
+    temperature: ClassVar[float] = 1.0
     aggregation: str
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Batch) -> dict[str, Term]:

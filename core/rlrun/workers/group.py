@@ -82,10 +82,14 @@ class WorkerGroup:
     def update(
         self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], atom: Atom = "sequence"
     ) -> dict[str, Value]:
-        """One optimizer step of a role on a mini-batch. Returns the loss's terms over all ranks, grad_norm, lr and skipped."""
+        """One optimizer step of a role on a mini-batch. Returns the loss's terms over all ranks, grad_norm, lr and skipped.
+
+        What is not finite, which all ranks say alike, counts as one `nonfinite/NAME`.
+        """
         shards = self._shards(batch, shard(batch, self.layout.dp, atom))
-        results = dict(self.ranks.run("update", [(role, part, loss, denominators) for part in shards]))
-        return merge(results[rank] for rank in self.layout.result_ranks)
+        results = dict(self.ranks.run("update", [(role, part, loss, denominators, atom) for part in shards]))
+        merged = merge(results[rank] for rank in self.layout.result_ranks)
+        return {k: Value(1.0, None, "sum") if k.startswith("nonfinite/") else v for k, v in merged.items()}
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[list[Completion]]:
         """Completions of all requests, rank by rank as they finish. Requests are dealt out in turn."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from rlrun.batch import Batch
+    from rlrun.batch import Atom, Batch
     from rlrun.config.schema import Config, OptimConfig
     from rlrun.metrics import Value
     from rlrun.plugins import Plugins
@@ -34,7 +34,8 @@ class Term(NamedTuple):
 
 Loss = Callable[[Mapping[str, "Tensor"], "Batch"], dict[str, Term]]
 """(outputs [T] by name, micro-batch of whole sequences) -> terms. Must be picklable. Outputs are those of `Worker.forward`,
-with gradient; slots outside `loss_mask` hold any value and must not reach a sum (select, never multiply by the mask)."""
+with gradient; slots outside `loss_mask` hold any value and must not reach a sum (select, never multiply by the mask). A loss
+may have an attribute `temperature`, at which `update` computes its outputs; default: rollout.temperature."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,14 @@ class Worker(Protocol):
         `values` likewise. `batch` is this rank's shard; it may be empty.
         """
 
-    def update(self, batch: Batch, loss: Loss, denominators: Mapping[str, float]) -> dict[str, Value]:
+    def update(
+        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], atom: Atom = "sequence"
+    ) -> dict[str, Value]:
         """Accumulate gradients over micro-batches of `batch` (this rank's shard), then take one optimizer step.
 
-        `denominators` counts the whole mini-batch, over all shards, by kind. Returns the loss's terms as (sum, count), and
-        `grad_norm` (of the full gradient, before clipping), `lr` and `skipped` (1 where the gradient was not finite and
-        nothing was changed), equal on all ranks, as maxima.
+        `denominators` counts the whole mini-batch, over all shards, by kind; micro-batches keep every `atom` whole. Returns the
+        loss's terms as (sum, count), and `grad_norm` (of the full gradient, before clipping), `lr` and `skipped` (1 where the
+        gradient was not finite and nothing was changed), equal on all ranks, as maxima.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

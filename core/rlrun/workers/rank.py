@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from transformers.utils.logging import disable_progress_bar
 
-from rlrun.batch import Batch
+from rlrun.batch import Atom, Batch
 from rlrun.config.schema import Config
 from rlrun.metrics import Value
 from rlrun.plugins import Plugins
@@ -78,8 +78,8 @@ class Rank:
     def forward(self, role: str, batch: Batch, want: AbstractSet[str]) -> dict[str, torch.Tensor]:
         return {name: column.cpu() for name, column in self.workers[role].forward(batch, want).items()}
 
-    def update(self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float]) -> dict[str, Value]:
-        return self.workers[role].update(batch, loss, denominators)
+    def update(self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], atom: Atom) -> dict[str, Value]:
+        return self.workers[role].update(batch, loss, denominators, atom)
 
     def start_engine(self) -> None:
         engine_class = self.plugins.resolve("rollout", self.config.rollout.engine)

@@ -89,22 +89,24 @@ class FsdpWorker:
         with torch.no_grad():
             for rows in self._micro_batches(plain, "sequence"):
                 micro = plain.select(rows)
-                outputs = self._outputs(micro.to(self.spec.device), want)
+                outputs = self._outputs(micro.to(self.spec.device), want, self.spec.config.rollout.temperature)
                 for name in columns if rows else ():
                     columns[name] = columns[name].to(outputs[name].dtype)
                     columns[name][micro.tokens["index"]] = outputs[name].cpu()
         self._reshard()
         return columns
 
-    def update(self, batch: Batch, loss: Loss, denominators: Mapping[str, float]) -> dict[str, Value]:
+    def update(
+        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], atom: Atom = "sequence"
+    ) -> dict[str, Value]:
         """See `Worker.update`."""
         assert self.optimizer is not None, f"{self.spec.role} is frozen"
         self.optimizer.zero_grad()
-        divisors = {kind: count or 1.0 for kind, count in denominators.items()}
+        temperature = getattr(loss, "temperature", self.spec.config.rollout.temperature)
         sums: dict[tuple[str, Kind], Tensor] = {}
-        for rows in self._micro_batches(batch, getattr(loss, "atom", "sequence")):
+        for rows in self._micro_batches(batch, atom):
             micro = batch.select(rows).to(self.spec.device)
-            outputs = self._outputs(micro, self.spec.want)
+            outputs = self._outputs(micro, self.spec.want, temperature)
             # Zero, with a gradient of exact zeros: every rank runs the same backward, whatever its loss depends on.
             total = torch.stack([column[:0].sum() for column in outputs.values()]).sum()
             for name, term in (loss(outputs, micro) if rows else {}).items():
@@ -114,9 +116,9 @@ class FsdpWorker:
                     continue
                 sums[key] = sums.get(key, 0.0) + value
                 if term.coef != 0.0:  # FSDP averages gradients over ranks, but local sums must be added
-                    total = total + term.sum * (term.coef * self.mesh.size() / divisors[term.kind])
+                    total = total + term.sum * (term.coef * self.mesh.size() / (denominators[term.kind] or 1.0))
             total.backward()
-        return self._reduced(sums, divisors) | self._step()
+        return self._reduced(sums, denominators) | self._step()
 
     def _step(self) -> dict[str, Value]:
         assert self.optimizer is not None
@@ -136,7 +138,7 @@ class FsdpWorker:
         self.optimizer.zero_grad()
         return {"grad_norm": Value(norm), "lr": Value(lr), "skipped": Value(float(skipped))}
 
-    def _reduced(self, sums: Mapping[tuple[str, Kind], Tensor], divisors: Mapping[str, float]) -> dict[str, Value]:
+    def _reduced(self, sums: Mapping[tuple[str, Kind], Tensor], denominators: Mapping[str, float]) -> dict[str, Value]:
         """Terms over all shards, an equal part of each on every rank, so that ranks add up to the whole."""
         local = {key: float(value) for key, value in sums.items()}
         group = self.mesh.get_group("dp")
@@ -148,7 +150,7 @@ class FsdpWorker:
         for name, kind in dict.fromkeys(key for part in parts for key in part):
             numbers = [part[name, kind] for part in parts if (name, kind) in part]
             values[name] = (Value(max(numbers)) if kind == "max" else
-                            Value(math.fsum(numbers) / shards, divisors[kind] / shards))
+                            Value(math.fsum(numbers) / shards, denominators[kind] / shards))
         return values
 
     def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
@@ -163,8 +165,7 @@ class FsdpWorker:
         parts += [[]] * (int(count) - len(parts))
         return [sorted(rows, key=lengths.__getitem__) for rows in parts]
 
-    def _outputs(self, micro: Batch, want: AbstractSet[str]) -> dict[str, Tensor]:
-        temperature = self.spec.config.rollout.temperature
+    def _outputs(self, micro: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         if micro.num_tokens == 0:  # one token that nothing is computed of: collectives match those of the other ranks
             zero = torch.zeros(1, dtype=torch.int64, device=self.spec.device)
             return self.model(zero, torch.cat([zero, zero + 1]), zero, zero > 0, want, temperature)

@@ -26,7 +26,6 @@ class TermsLoss:
     """A loss of policy, value and entropy parts with one of each kind of denominator; masked slots never read."""
 
     kind: str = "tokens"
-    atom: str = "sequence"
     entropy_coef: float = 0.1
 
     def __call__(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, Term]:
