@@ -150,6 +150,19 @@ def test_from_a_chosen_checkpoint(model, tmp_path):
         train(path, "run.name=other", resume=str(folder / "step_000001"))
 
 
+def test_changed_data_are_refused_before_ranks_start(model, tmp_path, monkeypatch):
+    """Case 50: a run cannot go on with other training data than it began with; that is told at once."""
+    from rlrun import launch
+    from rlrun.errors import ConfigError
+
+    path = runs.write_run(tmp_path, model, runs.sft(1))
+    train(path)
+    runs.write_questions(tmp_path / "train.jsonl", 23)
+    monkeypatch.setattr(launch, "start_ranks", None)
+    with pytest.raises(ConfigError, match=r"training data changed.*\[24\] rows, now they have \[23\]"):
+        train(path, "stages.0.steps=2")
+
+
 @pytest.mark.slow
 def test_two_ranks_become_one(model, tmp_path):
     """When 2 ranks become 1, prompts come in the same order, completions are the same at first, and the gathered weights

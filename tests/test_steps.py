@@ -286,6 +286,46 @@ def test_a_step_without_rewards_is_skipped(model, tmp_path):
         train(path, "reward.kwargs.first=100", "run.name=none")
 
 
+def test_validation_leaves_out_what_was_dropped(model, tmp_path, caplog):
+    """Case 20: with on_error drop a sample without a score is no wrong answer. And what the data lost is told."""
+    from rlrun import launch
+
+    (tmp_path / "some.py").write_text(FAILING)
+    kwargs = {"path": f"{tmp_path / 'some.py'}:some", "first": 22}
+    unseen = [{"kind": "jsonl", "path": str(runs.write_questions(tmp_path / "five.jsonl", 5, 20))}]
+    path = runs.write_run(tmp_path, model, runs.sft(1), data={"validation": unseen}, validation={"at_start": True},
+                          reward={"on_error": "drop", "kwargs": kwargs})
+    caplog.set_level("INFO", "rlrun")
+    row = train(path)[0]
+    scored = [record["correct"] for record in dump(path, "validation_000000") if record["error"] is None]
+    assert len(scored) == 3
+    assert sum(scored) > 0
+    assert row["val-core/five/acc/mean@1"] == pytest.approx(sum(scored) / 3)
+    assert row["val-aux/five/acc/nonfinite"] == 2
+    notice = "4 prompts of training left out: also in validation"
+    assert notice in caplog.messages
+    assert notice in launch.dry_run(*load(path))
+
+
+def test_a_full_disk_costs_metrics_and_dumps_alone(model, tmp_path, monkeypatch, caplog):
+    """Trackers and dumps that cannot write are told once, and the run goes on."""
+    from rlrun.trackers.jsonl import Jsonl
+
+    log = Jsonl.log
+
+    def full(self, metrics, step):
+        if step in (2, 3):
+            raise OSError(28, "No space left on device")
+        log(self, metrics, step)
+
+    monkeypatch.setattr(Jsonl, "log", full)
+    path = runs.write_run(tmp_path, model, runs.grpo(4), trainer={"dump_rollouts_every": 1})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rollouts").write_text("no folder")
+    assert [row["step"] for row in train(path)] == [1, 4]
+    assert [m.partition(":")[0] for m in caplog.messages if "cannot write" in m] == ["rollouts", "tracker Jsonl"]
+
+
 def test_export(tmp_path, monkeypatch):
     """Case 43: `rl-run export` gives a folder whose model has the trainer's logits, with tokenizer, chat template and
     generation config."""

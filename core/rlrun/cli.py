@@ -126,7 +126,10 @@ def export(
             raise ConfigError(f"there is no checkpoint {str(checkpoint)!r}", "they lie in RUN/checkpoints/step_NNNNNN")
         from rlrun.checkpoint import export as export_checkpoint
 
-        export_checkpoint(checkpoint, out)
+        try:
+            export_checkpoint(checkpoint, out)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 @contextmanager

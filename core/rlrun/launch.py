@@ -53,7 +53,7 @@ def run(config: Config, plugins: Plugins, resume: str = "auto") -> int:
         session = Run(config, plugins, directory, checkpoint.step if checkpoint else 0, stop)
         try:
             with user_errors():
-                session.start()
+                session.start(checkpoint)
             Trainer(session).train(checkpoint)
         finally:
             session.close()
@@ -160,16 +160,21 @@ class Run:
         """Set where the run is to save and end."""
         self.checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
         self.trackers: list[Any] = []
+        self._failed: set[str] = set()
         self._closing = ExitStack()
 
-    def start(self) -> None:
+    def start(self, resumed: Checkpoint | None) -> None:
         """Load the data, start ranks and engines, write down what runs. Raises before any model is loaded where it can."""
         config, plugins = self.config, self.plugins
         tokenizer_path = config.model.tokenizer or config.model.path
         self.tokenizer = load_tokenizer(tokenizer_path)
         data = load_data(config.data, self.tokenizer, plugins)
+        for notice in data.notices:
+            log.info("%s", notice)
         self.validation = data.validation
         self.sampler = Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
+        if resumed:
+            self.sampler.load_state_dict(resumed.state["sampler"])
         self.total_steps = sum(self.stage_steps(stage) for stage in config.stages)
         online = any(plugins.resolve("algorithm", stage.algorithm.name).online for stage in config.stages)
         how = layout(config, plugins)
@@ -190,7 +195,7 @@ class Run:
         chosen: list[Any] = [Jsonl, *(plugins.resolve("tracker", name) for name in config.trainer.trackers)]
         for tracker in chosen:
             self.trackers.append(tracker(self.directory, self.total_steps, self.resumed_step))
-            self._closing.callback(self.trackers[-1].close)
+            self._closing.callback(self._end, self.trackers[-1])
 
     def stage_steps(self, stage: StageConfig) -> int:
         """Steps of a stage, also where it is given in epochs. Raises ValueError where one step needs more than all data."""
@@ -237,7 +242,22 @@ class Run:
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         for tracker in self.trackers:
-            tracker.log(dict(metrics), step)
+            with self.surviving(f"tracker {type(tracker).__name__}"):
+                tracker.log(dict(metrics), step)
+
+    def _end(self, tracker: Any) -> None:
+        with self.surviving(f"tracker {type(tracker).__name__}"):
+            tracker.close()
+
+    @contextmanager
+    def surviving(self, what: str) -> Iterator[None]:
+        """A full disk costs metrics and dumps, not the run; said once of each."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._failed:
+                log.error("%s: cannot write, what it is told is lost while that lasts: %s", what, error)
+            self._failed.add(what)
 
     def phase(self, name: str) -> None:
         """Say what the run is doing now, to trackers that show it."""
@@ -276,6 +296,7 @@ def _plan(config: Config, plugins: Plugins) -> str:
         f"plugins    {', '.join(plugins.names)}",
         f"ranks      {how.ranks} on {resources.device}, launcher {resources.launcher}; {how.dp} data-parallel shards",
         f"data       {sampler.rows} training prompts, {len(data.validation)} validation prompts",
+        *(f"           {notice}" for notice in data.notices[1:]),
         f"model      {config.model.path}: {parameters:,} parameters, eos {eos_ids(config.model.path, tokenizer)}",
     ]
     for i, stage in enumerate(config.stages):

@@ -56,7 +56,6 @@ class Trainer:
             self.stage_start, self.counters = state["stage_start"], {**self.counters, **state["counters"]}
             self.updates, self.row = state["updates"], state["metrics"]
             self.run.track(self.step, self.row)  # once more: the run may have died between checkpoint and metrics
-            self.run.sampler.load_state_dict(state["sampler"])
         for index in range(self.stage, len(self.config.stages)):
             if state is None or index > self.stage:
                 self.stage, self.stage_step, self.updates, state = index, 0, 0, None
@@ -225,8 +224,9 @@ class Trainer:
     def _dump(self, records: Sequence[dict[str, Any]], name: str, every: int) -> None:
         if records and every and (every == 1 or (self.step + 1) % every == 0):
             path = Path(self.run.directory) / "rollouts" / f"{name}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text("".join(json.dumps(record, default=str) + "\n" for record in records))
+            with self.run.surviving("rollouts"):
+                path.parent.mkdir(exist_ok=True)
+                path.write_text("".join(json.dumps(record, default=str) + "\n" for record in records))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

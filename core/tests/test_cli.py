@@ -146,6 +146,15 @@ def test_expected_errors(rl_run, args, code, message):
     assert len(done.stderr.splitlines()) < 12
 
 
+def test_export_of_what_is_not_there(rl_run, tmp_path):
+    """Cases 43, 111: a checkpoint without weights for others, and a folder that exists, are told without traceback."""
+    for folder, message in ((tmp_path / "step_000001", "holds no Hugging Face weights"), (tmp_path / "step_000002", "exists")):
+        (folder / ("hf" if "2" in folder.name else "actor")).mkdir(parents=True)
+        done = rl_run("export", str(folder), str(tmp_path), code=2)
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_debug_shows_the_traceback(rl_run):
     """Expected errors have a traceback only where it is asked for."""
     done = rl_run("run.yaml", "-p", "toy", "trainer=5", "--debug", code=2)

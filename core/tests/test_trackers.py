@@ -2,6 +2,7 @@ import json
 import math
 import os
 import pty
+import resource
 import subprocess
 import sys
 
@@ -29,6 +30,22 @@ def test_jsonl_has_a_line_a_call_at_once(tmp_path):
     assert lines(tmp_path / "run" / "metrics.jsonl")[1] == {"step": 2, "a": 0.1 + 0.2}
 
 
+def test_a_full_disk_tears_no_line(tmp_path):
+    """What could not be written whole is not there, and the next line is a line of its own."""
+    tracker = Jsonl(tmp_path)
+    tracker.log({"a": 1.0}, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            tracker.log({"a": 2.0, "b": 3.0}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    tracker.log({"a": 4.0}, 3)
+    tracker.close()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1.0}, {"step": 3, "a": 4.0}]
+
+
 def test_cut_back_to_a_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert cut_back(path, 3) == 0
@@ -54,12 +71,17 @@ def test_tensorboard_files_hold_the_numbers_and_a_resume_purges(tmp_path):
         first.log({"critic/score/mean": step / 4}, step)
     first.close()
     second = TensorBoard(tmp_path, 10, 3)
-    for step in range(4, 7):
+    for step in range(3, 7):  # a resumed run tells its checkpoint's step again
         second.log({"critic/score/mean": float(step)}, step)
     second.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [
-        (1, 0.25), (2, 0.5), (3, 0.75), (4, 4.0), (5, 5.0), (6, 6.0)]
+        (1, 0.25), (2, 0.5), (3, 3.0), (4, 4.0), (5, 5.0), (6, 6.0)]
+    anew = TensorBoard(tmp_path, 10, 0)
+    anew.log({"critic/score/mean": 7.0}, 1)
+    anew.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 7.0)]
 
 
 def test_console_prints_a_line_a_step_on_stderr(tmp_path, capsys):

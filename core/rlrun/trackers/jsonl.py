@@ -10,17 +10,23 @@ from pathlib import Path
 
 
 class Jsonl:
-    """Appends to RUN/metrics.jsonl, a line a call, complete on disk after each. What is not finite becomes null."""
+    """Appends to RUN/metrics.jsonl, a line a call, at once, whole or not at all. What is not finite becomes null."""
 
     def __init__(self, run_dir: Path, total_steps: int = 0, resumed_step: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self.file = (run_dir / "metrics.jsonl").open("ab", buffering=0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.file.write(json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n")
-        self.file.flush()
+        line = (json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n").encode()
+        start = self.file.seek(0, os.SEEK_END)
+        try:
+            while line:  # a disk that fills up takes a part first
+                line = line[self.file.write(line):]
+        except OSError:
+            self.file.truncate(start)
+            raise
 
     def close(self) -> None:
         self.file.close()

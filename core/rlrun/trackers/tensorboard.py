@@ -7,13 +7,12 @@ from pathlib import Path
 
 
 class TensorBoard:
-    """Every metric as a scalar. A resumed run tells TensorBoard to drop what it has of later steps."""
+    """Every metric as a scalar. What the folder has of the step that a run begins at, which comes again, and later is void."""
 
     def __init__(self, run_dir: Path, total_steps: int, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = resumed_step + 1 if resumed_step else None
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
+        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_step, flush_secs=10)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
