@@ -284,7 +284,7 @@ class Leftovers:
         """Nothing of those runs is left after at most `within` seconds."""
         wait_for(lambda: not self.processes(), within, f"end of {self.processes()}")
         wait_for(lambda: not self.shared_files(), within, f"end of {self.shared_files()}")
-        wait_for(lambda: not self._folders() - self.folders, within, "end of Ray's folders")
+        wait_for(lambda: not self.new_folders(), within, "end of Ray's folders")
 
     def shared_files(self) -> set[str]:
         """New files in /dev/shm that no living process has mapped: other programs' files come and go there too."""
@@ -299,6 +299,14 @@ class Leftovers:
                     if path and path[0].startswith("/dev/shm/"):  # a semaphore's file is mapped under an earlier name
                         new.pop(int(inode), None)
         return set(new.values())
+
+    def new_folders(self) -> set[str]:
+        """New temporary folders that no living process names in its command line, as those of other runs do."""
+        new = self._folders() - self.folders
+        for process in psutil.process_iter(["cmdline"]) if new else ():
+            command = " ".join(process.info["cmdline"] or ())
+            new = {name for name in new if name not in command}
+        return new
 
     @staticmethod
     def _folders() -> set[str]:
