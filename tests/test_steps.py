@@ -288,7 +288,7 @@ def test_a_step_without_rewards_is_skipped(model, tmp_path):
 
 def test_validation_leaves_out_what_was_dropped(model, tmp_path, caplog):
     """Case 20: with on_error drop a sample without a score is no wrong answer. And what the data lost is told."""
-    from rlrun import launch
+    from rlrun.plan import dry_run
 
     (tmp_path / "some.py").write_text(FAILING)
     kwargs = {"path": f"{tmp_path / 'some.py'}:some", "first": 22}
@@ -304,7 +304,7 @@ def test_validation_leaves_out_what_was_dropped(model, tmp_path, caplog):
     assert row["val-aux/five/acc/nonfinite"] == 2
     notice = "4 prompts of training left out: also in validation"
     assert notice in caplog.messages
-    assert notice in launch.dry_run(*load(path))
+    assert notice in dry_run(*load(path))
 
 
 def test_a_full_disk_costs_metrics_and_dumps_alone(model, tmp_path, monkeypatch, caplog):

@@ -90,11 +90,13 @@ def run(
             return
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
         logging.getLogger("rlrun").setLevel(logging.INFO)
+        if dry_run:
+            from rlrun import plan
+
+            _emit(plan.dry_run(checked, loaded))
+            return
         from rlrun import launch
 
-        if dry_run:
-            _emit(launch.dry_run(checked, loaded))
-            return
         code = launch.run(checked, loaded, resume)
     raise typer.Exit(code)
 

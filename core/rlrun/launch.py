@@ -20,10 +20,10 @@ from rlrun.collector import AnswerCollector, Collector, Generator, RolloutCollec
 from rlrun.config.changes import changes
 from rlrun.config.load import save_resolved
 from rlrun.config.validate import validate_resolved
-from rlrun.data.prompts import load_data
+from rlrun.data.prompts import Samples, load_data
 from rlrun.data.sampler import Sampler
 from rlrun.errors import ConfigError, ExitCode, RankError, RunError
-from rlrun.models.loading import eos_ids, load_tokenizer, parameter_count
+from rlrun.models.loading import eos_ids, load_tokenizer
 from rlrun.rewards.pool import RewardPool
 from rlrun.trackers.jsonl import Jsonl, cut_back
 from rlrun.trainer import Trainer
@@ -31,6 +31,8 @@ from rlrun.workers.group import Ranks, WorkerGroup
 from rlrun.workers.protocol import Layout
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlrun.algorithms.base import Algorithm
     from rlrun.config.schema import Config, StageConfig
     from rlrun.plugins import Plugins
@@ -166,20 +168,16 @@ class Run:
     def start(self, resumed: Checkpoint | None) -> None:
         """Load the data, start ranks and engines, write down what runs. Raises before any model is loaded where it can."""
         config, plugins = self.config, self.plugins
-        tokenizer_path = config.model.tokenizer or config.model.path
-        self.tokenizer = load_tokenizer(tokenizer_path)
-        data = load_data(config.data, self.tokenizer, plugins)
+        self.tokenizer, data, self.sampler = prompts(config, plugins)
         for notice in data.notices:
             log.info("%s", notice)
         self.validation = data.validation
-        self.sampler = Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
         if resumed:
             self.sampler.load_state_dict(resumed.state["sampler"])
         self.total_steps = sum(self.stage_steps(stage) for stage in config.stages)
-        online = any(plugins.resolve("algorithm", stage.algorithm.name).online for stage in config.stages)
         how = layout(config, plugins)
         pool = None
-        if online or self.validation:
+        if generates(config, plugins):
             pool = RewardPool(config.reward, plugins.provided("reward"), plugins.files())
             self._closing.callback(pool.close)
         ranks = start_ranks(config, plugins)
@@ -198,9 +196,7 @@ class Run:
             self._closing.callback(self._end, self.trackers[-1])
 
     def stage_steps(self, stage: StageConfig) -> int:
-        """Steps of a stage, also where it is given in epochs. Raises ValueError where one step needs more than all data."""
-        by_epochs = self.sampler.steps(stage.epochs or 1, stage.algorithm.prompts_per_step)
-        return by_epochs if stage.steps is None else stage.steps
+        return stage_steps(stage, self.sampler)
 
     def algorithm(self, stage: StageConfig) -> Algorithm:
         algorithm: Algorithm = self.plugins.resolve("algorithm", stage.algorithm.name)(self.config, stage)
@@ -277,46 +273,23 @@ def layout(config: Config, plugins: Plugins) -> Layout:
     return result
 
 
-def dry_run(config: Config, plugins: Plugins) -> str:
-    """What a run would do, short of loading models or starting ranks: placement, batch arithmetic, memory of a rank."""
-    with user_errors():
-        return _plan(config, plugins)
-
-
-def _plan(config: Config, plugins: Plugins) -> str:
-    validate_resolved(config, plugins)
-    resources, r = config.resources, config.rollout
-    how = layout(config, plugins)
+def prompts(config: Config, plugins: Plugins) -> tuple[PreTrainedTokenizerBase, Samples, Sampler]:
+    """The tokenizer, all data, and the sampler at its start."""
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     data = load_data(config.data, tokenizer, plugins)
-    sampler = Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
-    parameters = parameter_count(config.model.path)
-    backend = plugins.resolve("backend", config.actor.backend)
-    lines = [
-        f"plugins    {', '.join(plugins.names)}",
-        f"ranks      {how.ranks} on {resources.device}, launcher {resources.launcher}; {how.dp} data-parallel shards",
-        f"data       {sampler.rows} training prompts, {len(data.validation)} validation prompts",
-        *(f"           {notice}" for notice in data.notices[1:]),
-        f"model      {config.model.path}: {parameters:,} parameters, eos {eos_ids(config.model.path, tokenizer)}",
-    ]
-    for i, stage in enumerate(config.stages):
-        o = stage.algorithm
-        algorithm = plugins.resolve("algorithm", o.name)(config, stage)
-        steps = sampler.steps(stage.epochs or 1, o.prompts_per_step)
-        steps = stage.steps or steps
-        samples = o.prompts_per_step * (r.samples_per_prompt if algorithm.online else 1)
-        updates = stage.updates_per_step
-        lines.append(f"stage {i}    {o.name}: {steps} steps of {o.prompts_per_step} prompts, {samples} samples, "
-                     f"{updates} updates; {steps * updates} updates in all")
-        trainable = {"actor": True, **{role: request.trainable for role, request in algorithm.roles().items()}}
-        for role, trains in trainable.items():
-            held = backend.memory_bytes(config, parameters, how, trains)
-            lines.append(f"           {role}: {held / 1e9:.2f} GB a rank{' (weights, gradients, optimizer)' if trains else ''}")
-    size = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
-    if any(plugins.resolve("algorithm", stage.algorithm.name).online for stage in config.stages) or data.validation:
-        lines.append(f"engine     {r.engine}: {parameters * size / 1e9:.2f} GB of weights a rank; "
-                     f"{r.max_sequences} sequences at once")
-    return "\n".join(lines)
+    return tokenizer, data, Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
+
+
+def generates(config: Config, plugins: Plugins) -> bool:
+    """Whether the run needs an engine and rewards: for a stage, or for validation."""
+    online = (plugins.resolve("algorithm", stage.algorithm.name).online for stage in config.stages)
+    return bool(config.data.validation) or any(online)
+
+
+def stage_steps(stage: StageConfig, sampler: Sampler) -> int:
+    """Steps of a stage, also where it is given in epochs. Raises ValueError where one step needs more than all data."""
+    by_epochs = sampler.steps(stage.epochs or 1, stage.algorithm.prompts_per_step)
+    return by_epochs if stage.steps is None else stage.steps
 
 
 def start_ranks(config: Config, plugins: Plugins) -> Ranks:

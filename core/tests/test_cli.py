@@ -198,10 +198,11 @@ launch = types.ModuleType("rlrun.launch")
 def run(config, plugins, resume):
     {body}
 launch.run = run
-launch.dry_run = lambda config, plugins: "the plan for " + config.run.name
-sys.modules["rlrun.launch"] = launch
+plan = types.ModuleType("rlrun.plan")
+plan.dry_run = lambda config, plugins: "the plan for " + config.run.name
+sys.modules["rlrun.launch"], sys.modules["rlrun.plan"] = launch, plan
 import rlrun
-rlrun.launch = launch
+rlrun.launch, rlrun.plan = launch, plan
 """
 
 

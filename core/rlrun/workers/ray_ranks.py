@@ -56,10 +56,6 @@ class RayRank(rank_module.Rank):
     def stacks(self) -> str:
         return rank_module.stacks()
 
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def pid(self) -> int:
-        return os.getpid()
-
 
 class Cluster:
     """A Ray cluster of this run alone, or a running one that it joins (resources.ray_address)."""

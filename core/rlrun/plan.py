@@ -1,0 +1,52 @@
+"""What `rl-run --dry-run` prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlrun.config.validate import validate_resolved
+from rlrun.launch import generates, layout, prompts, stage_steps, user_errors
+from rlrun.models.loading import eos_ids, parameter_count
+
+if TYPE_CHECKING:
+    from rlrun.config.schema import Config
+    from rlrun.plugins import Plugins
+
+
+def dry_run(config: Config, plugins: Plugins) -> str:
+    """What a run would do, short of loading models or starting ranks: placement, batch arithmetic, memory of a rank."""
+    with user_errors():
+        return _plan(config, plugins)
+
+
+def _plan(config: Config, plugins: Plugins) -> str:
+    validate_resolved(config, plugins)
+    resources, r = config.resources, config.rollout
+    how = layout(config, plugins)
+    tokenizer, data, sampler = prompts(config, plugins)
+    parameters = parameter_count(config.model.path)
+    backend = plugins.resolve("backend", config.actor.backend)
+    lines = [
+        f"plugins    {', '.join(plugins.names)}",
+        f"ranks      {how.ranks} on {resources.device}, launcher {resources.launcher}; {how.dp} data-parallel shards",
+        f"data       {sampler.rows} training prompts, {len(data.validation)} validation prompts",
+        *(f"           {notice}" for notice in data.notices[1:]),
+        f"model      {config.model.path}: {parameters:,} parameters, eos {eos_ids(config.model.path, tokenizer)}",
+    ]
+    for i, stage in enumerate(config.stages):
+        o = stage.algorithm
+        algorithm = plugins.resolve("algorithm", o.name)(config, stage)
+        steps = stage_steps(stage, sampler)
+        samples = o.prompts_per_step * (r.samples_per_prompt if algorithm.online else 1)
+        updates = stage.updates_per_step
+        lines.append(f"stage {i}    {o.name}: {steps} steps of {o.prompts_per_step} prompts, {samples} samples, "
+                     f"{updates} updates; {steps * updates} updates in all")
+        trainable = {"actor": True, **{role: request.trainable for role, request in algorithm.roles().items()}}
+        for role, trains in trainable.items():
+            held = backend.memory_bytes(config, parameters, how, trains)
+            lines.append(f"           {role}: {held / 1e9:.2f} GB a rank{' (weights, gradients, optimizer)' if trains else ''}")
+    size = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
+    if generates(config, plugins):
+        lines.append(f"engine     {r.engine}: {parameters * size / 1e9:.2f} GB of weights a rank; "
+                     f"{r.max_sequences} sequences at once")
+    return "\n".join(lines)
