@@ -159,7 +159,7 @@ def update(workers, plugins, config, batch, loss, atom="sequence"):
 
     actor = RoleRequest(True, config.model.path, config.model.dtype, optim=config.actor.optim)
     workers.build("actor", actor, 1, frozenset({"log_probs"}))
-    metrics = results(workers.update("actor", batch, loss, batch.denominators(), atom))
+    metrics = results(workers.update("actor", batch, loss, batch.denominators(), config.rollout.temperature, atom))
     return [metrics], {"actor": workers.call("weights", "actor")[0]}
 
 

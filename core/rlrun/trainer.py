@@ -133,7 +133,8 @@ class Trainer:
                 denominators = mini.denominators()
                 for role, loss in losses.items():
                     with self._phase(f"update_{role}"):
-                        update = self.run.workers.update(role, mini, loss, denominators, algorithm.atom)
+                        update = self.run.workers.update(
+                            role, mini, loss, denominators, algorithm.temperature, algorithm.atom)
                     self._count_skips(role, update)
                     parts.append(_prefixed(role, update))
                 batch.tokens.pop("gap_mask", None)  # from the second update on, the trainer's policy has moved
@@ -155,7 +156,8 @@ class Trainer:
         for phase, role, output, column, needed in passes:
             if needed:
                 with self._phase(phase):
-                    batch.tokens[column] = workers.forward(role, batch, {output}, algorithm.atom)[output]
+                    outputs = workers.forward(role, batch, {output}, algorithm.temperature, algorithm.atom)
+                    batch.tokens[column] = outputs[output]
         self._maybe_stop()
         with self._phase("adv"):
             scored = algorithm.score(batch, workers)

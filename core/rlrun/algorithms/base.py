@@ -33,6 +33,11 @@ class Algorithm:
         self.stage = stage
         self.options = stage.algorithm
 
+    @property
+    def temperature(self) -> float:
+        """Of all log-probabilities of the stage: that of sampling; offline, the model's own distribution."""
+        return self.config.rollout.temperature if self.online else 1.0
+
     def roles(self) -> dict[str, RoleRequest]:
         """Models besides the actor, by role, in the order in which they are built and updated."""
         return {}

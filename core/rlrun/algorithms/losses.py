@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -101,7 +100,6 @@ class ValueLoss:
 class SftLoss:
     """Mean negative log-likelihood of the tokens in `loss_mask`, by the model's own distribution."""
 
-    temperature: ClassVar[float] = 1.0
     aggregation: str
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Batch) -> dict[str, Term]:

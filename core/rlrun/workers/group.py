@@ -69,25 +69,28 @@ class WorkerGroup:
             self.call("sleep_engine")
             self.awake = False
 
-    def forward(self, role: str, batch: Batch, want: AbstractSet[str], atom: Atom = "sequence") -> dict[str, Tensor]:
-        """Per-token columns [T] of a role's model, in the batch's order."""
+    def forward(
+        self, role: str, batch: Batch, want: AbstractSet[str], temperature: float, atom: Atom = "sequence"
+    ) -> dict[str, Tensor]:
+        """Per-token columns [T] of a role's model, in the batch's order; log-probabilities at `temperature`."""
         rows = shard(batch, self.layout.dp, atom)
         shards = self._shards(batch, rows)
-        results = dict(self.ranks.run("forward", [(role, part, want) for part in shards]))
+        results = dict(self.ranks.run("forward", [(role, part, want, temperature) for part in shards]))
         parts = [
             Batch(shards[rank].cu_seqlens, results[rank]) for rank in self.layout.result_ranks if len(shards[rank])
         ]
         return Batch.concat(parts).select(inverse(r for r in rows if r)).tokens
 
     def update(
-        self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], atom: Atom = "sequence"
+        self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float,
+        atom: Atom = "sequence",
     ) -> dict[str, Value]:
         """One optimizer step of a role on a mini-batch. Returns the loss's terms over all ranks, grad_norm, lr and skipped.
 
         What is not finite, which all ranks say alike, counts as one `nonfinite/NAME`.
         """
         shards = self._shards(batch, shard(batch, self.layout.dp, atom))
-        results = dict(self.ranks.run("update", [(role, part, loss, denominators, atom) for part in shards]))
+        results = dict(self.ranks.run("update", [(role, part, loss, denominators, temperature, atom) for part in shards]))
         merged = merge(results[rank] for rank in self.layout.result_ranks)
         return {k: Value(1.0, None, "sum") if k.startswith("nonfinite/") else v for k, v in merged.items()}
 

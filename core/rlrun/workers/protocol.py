@@ -34,8 +34,7 @@ class Term(NamedTuple):
 
 Loss = Callable[[Mapping[str, "Tensor"], "Batch"], dict[str, Term]]
 """(outputs [T] by name, micro-batch of whole sequences) -> terms. Must be picklable. Outputs are those of `Worker.forward`,
-with gradient; slots outside `loss_mask` hold any value and must not reach a sum (select, never multiply by the mask). A loss
-may have an attribute `temperature`, at which `update` computes its outputs; default: rollout.temperature."""
+with gradient; slots outside `loss_mask` hold any value and must not reach a sum (select, never multiply by the mask)."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +111,18 @@ class Worker(Protocol):
 
     spec: RoleSpec
 
-    def forward(self, batch: Batch, want: AbstractSet[str]) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         """Per-token columns [T] in the batch's order, without gradient, of whole sequences on every rank of the shard.
 
-        `log_probs` and `entropy` (at rollout.temperature) are computed where `loss_mask` is set and 0 elsewhere;
+        `log_probs` and `entropy` (at `temperature`) are computed where `loss_mask` is set and 0 elsewhere;
         `values` likewise. `batch` is this rank's shard; it may be empty.
         """
 
     def update(
-        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], atom: Atom = "sequence"
+        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence"
     ) -> dict[str, Value]:
         """Accumulate gradients over micro-batches of `batch` (this rank's shard), then take one optimizer step.
+        Log-probabilities and entropy are at `temperature`.
 
         `denominators` counts the whole mini-batch, over all shards, by kind; micro-batches keep every `atom` whole. Returns the
         loss's terms as (sum, count), and `grad_norm` (of the full gradient, before clipping), `lr` and `skipped` (1 where the

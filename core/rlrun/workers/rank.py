@@ -75,11 +75,15 @@ class Rank:
         """Let go of a role that the next stage does not need."""
         self.workers.pop(role, None)
 
-    def forward(self, role: str, batch: Batch, want: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        return {name: column.cpu() for name, column in self.workers[role].forward(batch, want).items()}
+    def forward(
+        self, role: str, batch: Batch, want: AbstractSet[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
+        return {name: column.cpu() for name, column in self.workers[role].forward(batch, want, temperature).items()}
 
-    def update(self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], atom: Atom) -> dict[str, Value]:
-        return self.workers[role].update(batch, loss, denominators, atom)
+    def update(
+        self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom
+    ) -> dict[str, Value]:
+        return self.workers[role].update(batch, loss, denominators, temperature, atom)
 
     def start_engine(self) -> None:
         engine_class = self.plugins.resolve("rollout", self.config.rollout.engine)

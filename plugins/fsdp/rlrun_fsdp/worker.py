@@ -81,7 +81,7 @@ class FsdpWorker:
             optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         return optimizer
 
-    def forward(self, batch: Batch, want: AbstractSet[str]) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         """See `Worker.forward`. Columns are on the CPU."""
         tokens = {name: batch.tokens[name] for name in ("ids", "loss_mask")}
         plain = Batch(batch.cu_seqlens, tokens | {"index": torch.arange(batch.num_tokens)})
@@ -89,7 +89,7 @@ class FsdpWorker:
         with torch.no_grad():
             for rows in self._micro_batches(plain, "sequence"):
                 micro = plain.select(rows)
-                outputs = self._outputs(micro.to(self.spec.device), want, self.spec.config.rollout.temperature)
+                outputs = self._outputs(micro.to(self.spec.device), want, temperature)
                 for name in columns if rows else ():
                     columns[name] = columns[name].to(outputs[name].dtype)
                     columns[name][micro.tokens["index"]] = outputs[name].cpu()
@@ -97,12 +97,11 @@ class FsdpWorker:
         return columns
 
     def update(
-        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], atom: Atom = "sequence"
+        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence"
     ) -> dict[str, Value]:
         """See `Worker.update`."""
         assert self.optimizer is not None, f"{self.spec.role} is frozen"
         self.optimizer.zero_grad()
-        temperature = getattr(loss, "temperature", self.spec.config.rollout.temperature)
         sums: dict[tuple[str, Kind], Tensor] = {}
         for rows in self._micro_batches(batch, atom):
             micro = batch.select(rows).to(self.spec.device)

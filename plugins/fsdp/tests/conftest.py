@@ -52,7 +52,6 @@ def make_config(path: str | Path, **changes: Any) -> Config:
     optim = OptimConfig(name="sgd", lr=1.0, clip_grad=0.0)
     config = Config(model=ModelConfig(path=str(path), dtype="float64"),
                     actor=ActorConfig(optim=optim, tokens_per_micro_batch=4096))
-    config.rollout.temperature = 0.7
     config.fsdp = FsdpConfig(wrap_policy=WrapPolicy())
     for key, value in changes.items():
         *parents, leaf = key.split("__")

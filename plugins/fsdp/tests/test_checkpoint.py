@@ -31,7 +31,7 @@ def train(tools, config, batch, steps, load=None, save=None, contents=CONTENTS):
         plugins.load_checkpoint(worker, load, contents)
     resumed = whole_state(worker)
     mine, counts = tools.my_shard(batch), batch.denominators()
-    lrs = [worker.update(mine, tools.TermsLoss(), counts)["lr"].result for _ in range(steps)]
+    lrs = [worker.update(mine, tools.TermsLoss(), counts, 0.7)["lr"].result for _ in range(steps)]
     if save is not None:
         plugins.save_checkpoint(worker, save, contents)
     return lrs, resumed, whole_state(worker)
@@ -79,7 +79,7 @@ def test_saving_changes_nothing(gpt2, ranks1, tools, tmp_path):
         worker = tools.make_worker(config, total_updates=10)
         if save:
             worker.spec.plugins.save_checkpoint(worker, tmp_path, CONTENTS)
-        worker.update(batch, tools.TermsLoss(), batch.denominators())
+        worker.update(batch, tools.TermsLoss(), batch.denominators(), 0.7)
         return whole_state(worker)
 
     assert same(ranks1.run(run, True)[0], ranks1.run(run, False)[0])
@@ -129,9 +129,9 @@ def test_export(llama, ranks2, tools, tmp_path, dtype):
 
     def run():
         worker = tools.make_worker(tools.make_config(llama, model__dtype=dtype))
-        worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators())
+        worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
         worker.spec.plugins.save_checkpoint(worker, tmp_path, ["hf_model"])
-        return worker.forward(batch, {"log_probs"})["log_probs"]
+        return worker.forward(batch, {"log_probs"}, 0.7)["log_probs"]
 
     mine = ranks2.run(run)[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
@@ -151,13 +151,13 @@ def test_critic_export(gpt2, ranks2, tools, tmp_path):
 
     def run():
         worker = tools.make_worker(config, ("values",), head="value")
-        worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators())
+        worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
         worker.spec.plugins.save_checkpoint(worker, tmp_path, ["model", "optimizer", "hf_model"])
-        values = worker.forward(batch, {"values"})["values"]
+        values = worker.forward(batch, {"values"}, 0.7)["values"]
         resumed = tools.make_worker(config, ("values",), head="value")
         resumed.spec.plugins.load_checkpoint(resumed, tmp_path, ["model", "optimizer"])
         exported = tools.make_worker(config, ("values",), head="value", path=str(tmp_path / "hf"))
-        return values, *(w.forward(batch, {"values"})["values"] for w in (resumed, exported))
+        return values, *(w.forward(batch, {"values"}, 0.7)["values"] for w in (resumed, exported))
 
     for values, resumed, exported in ranks2.run(run):
         assert float(values.abs().max()) > 0.01
@@ -250,7 +250,7 @@ def test_first_update_at_another_number_of_ranks(gpt2, ranks1, ranks2, tools, tm
         worker = tools.make_worker(sgd, total_updates=10)
         if load is not None:
             worker.spec.plugins.load_checkpoint(worker, load, CONTENTS)
-        metrics = worker.update(tools.my_shard(batch), loss, batch.denominators())
+        metrics = worker.update(tools.my_shard(batch), loss, batch.denominators(), 0.7)
         if save is not None:
             worker.spec.plugins.save_checkpoint(worker, save, CONTENTS)
         return metrics, tools.full_weights(worker), merge

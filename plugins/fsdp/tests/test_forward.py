@@ -31,8 +31,8 @@ def test_order_is_the_batchs(gpt2, ranks2, tools, reference, tokens):
         import torch.distributed as dist
 
         worker = tools.make_worker(tools.make_config(gpt2, actor__tokens_per_micro_batch=tokens))
-        empty = worker.forward(batch.select([] if dist.get_rank() else range(len(batch))), {"log_probs", "entropy"})
-        return empty, worker.forward(batch, {"log_probs"})
+        empty = worker.forward(batch.select([] if dist.get_rank() else range(len(batch))), {"log_probs", "entropy"}, 0.7)
+        return empty, worker.forward(batch, {"log_probs"}, 0.7)
 
     for rank, (uneven, whole) in enumerate(ranks2.run(forward)):
         torch.testing.assert_close(whole["log_probs"], expected, rtol=1e-10, atol=1e-10)
@@ -56,9 +56,9 @@ def test_ratio_is_one_on_the_first_update(llama, gpt2, ranks1, ranks2, tools):
         worker = tools.make_worker(tools.make_config(path, model__dtype="float32"), ("log_probs",))
         mine = tools.my_shard(batch)
         worker.spec.config.actor.tokens_per_micro_batch = score_tokens
-        mine.tokens["log_probs"] = worker.forward(mine, {"log_probs"})["log_probs"]
+        mine.tokens["log_probs"] = worker.forward(mine, {"log_probs"}, 0.7)["log_probs"]
         worker.spec.config.actor.tokens_per_micro_batch = train_tokens
-        return worker.update(mine, gap, batch.denominators())["gap"].result
+        return worker.update(mine, gap, batch.denominators(), 0.7)["gap"].result
 
     for pool in (ranks1, ranks2):
         for path, score, train in ((llama, 4096, 12), (llama, 27, 14), (gpt2, 14, 27), (gpt2, 27, 4096)):
@@ -74,7 +74,7 @@ def test_reference_equals_actor_exactly(llama, ranks1, ranks2, tools):
         actor, ref = tools.make_worker(config), tools.make_worker(config, trainable=False)
         stored = {p.dtype for p in actor.model.parameters()}, {p.dtype for p in ref.model.parameters()}
         sent = {tensor.dtype for _, tensor in actor.weights()}
-        return stored, sent, [w.forward(batch, {"log_probs"})["log_probs"] for w in (actor, ref)]
+        return stored, sent, [w.forward(batch, {"log_probs"}, 0.7)["log_probs"] for w in (actor, ref)]
 
     for pool in (ranks1, ranks2):
         for stored, sent, (mine, theirs) in pool.run(both):
@@ -91,13 +91,13 @@ def test_forward_sees_new_weights(gpt2, ranks1, tools):
 
     def run():
         worker = tools.make_worker(tools.make_config(gpt2, fsdp__reshard_after_forward=False))
-        first = worker.forward(batch, {"log_probs"})["log_probs"]
+        first = worker.forward(batch, {"log_probs"}, 0.7)["log_probs"]
         with torch.no_grad():
             for p in worker.model.parameters():
                 p.mul_(1.5)
-        second = worker.forward(batch, {"log_probs"})["log_probs"]
-        worker.update(batch, tools.TermsLoss(), batch.denominators())
-        return first, second, worker.forward(batch, {"log_probs"})["log_probs"]
+        second = worker.forward(batch, {"log_probs"}, 0.7)["log_probs"]
+        worker.update(batch, tools.TermsLoss(), batch.denominators(), 0.7)
+        return first, second, worker.forward(batch, {"log_probs"}, 0.7)["log_probs"]
 
     [(first, second, third)] = ranks1.run(run)
     assert not torch.equal(first, second)

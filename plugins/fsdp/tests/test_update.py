@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 def one_update(tools, config, batch, loss, want=("log_probs", "entropy"), head="lm", atom="sequence"):
     worker = tools.make_worker(config, want, head=head)
-    metrics = worker.update(tools.my_shard(batch, atom), loss, batch.denominators(), atom)
+    metrics = worker.update(tools.my_shard(batch, atom), loss, batch.denominators(), 0.7, atom)
     return metrics, tools.full_weights(worker)
 
 
@@ -173,7 +173,7 @@ def test_non_finite_gradient(gpt2, ranks2, tools):
                 if dist.get_rank() == 1:
                     mine.tokens["advantages"][:] = float("nan")
                 before = tools.full_weights(worker)
-            history.append(worker.update(mine, tools.TermsLoss(), batch.denominators()))
+            history.append(worker.update(mine, tools.TermsLoss(), batch.denominators(), 0.7))
             if step == 1:
                 after = tools.full_weights(worker)
                 assert all(torch.equal(before[name], after[name]) for name in before)
@@ -200,7 +200,7 @@ def test_masked_slots_do_not_matter(gpt2, ranks1, tools):
             column = batch.tokens["log_probs"].clone() if name not in batch.tokens else batch.tokens[name].clone()
             column[~batch.tokens["loss_mask"]] = fill
             batch.tokens[name] = column
-        return worker.update(batch, loss, batch.denominators()), tools.full_weights(worker)
+        return worker.update(batch, loss, batch.denominators(), 0.7), tools.full_weights(worker)
 
     [(metrics, weights)] = ranks1.run(update, 0.0)
     for fill in (float("nan"), float("inf"), -float("inf"), 1e6):
@@ -214,4 +214,4 @@ def test_first_token_in_the_mask_is_an_error(gpt2, ranks1, tools):
     batch = tools.make_batch(prompt=0)
     one = tools.make_config(gpt2)
     with pytest.raises(ValueError, match="first token"):
-        ranks1.run(lambda: tools.make_worker(one).forward(batch, {"log_probs"}))
+        ranks1.run(lambda: tools.make_worker(one).forward(batch, {"log_probs"}, 0.7))
