@@ -116,6 +116,8 @@ class RolloutCollector:
             rollouts = self.generator.run(rows, keys, params)
             self.last.append(rollouts)
             groups = self._groups(rollouts)
+            if self.algorithm.greedy_baseline:
+                groups = self._with_baseline(groups, [(draw, sample) for draw, _, sample in draws])
             kept += [g for g, keep in zip(groups, self.algorithm.select(groups), strict=True) if keep]
         metrics = {"rollout/rounds": Value(rounds, 1.0), "rollout/kept_groups_ratio": Value(len(kept), drawn),
                    **reward_metrics(score for rollouts in self.last for score in rollouts.scores)}
@@ -134,6 +136,15 @@ class RolloutCollector:
             if score.reward is not None:
                 rows.setdefault(group, []).append(i)
         return [to_batch(rollouts, r) for r in rows.values()]
+
+    def _with_baseline(self, groups: list[Batch], draws: list[tuple[int, Sample]]) -> list[Batch]:
+        """The groups with `baseline_reward`, that of the prompt's greedy completion; without those where it has none."""
+        greedy = self.generator.run(draws, [f"{s.uid}|{draw}|greedy" for draw, s in draws], self.generator.params(0.0, 1.0, 0))
+        rewards = dict(zip(greedy.groups, (score.reward for score in greedy.scores), strict=True))
+        scored = [(group, rewards[int(group.sequences["group"][0])]) for group in groups]
+        for group, reward in scored:
+            group.sequences["baseline_reward"] = torch.full((len(group),), torch.nan if reward is None else reward)
+        return [group for group, reward in scored if reward is not None]
 
     def _gap_mask(self, batch: Batch, step: int) -> torch.Tensor:
         """[T] tokens of a random share of samples, whose engine log-probabilities are compared with the trainer's."""

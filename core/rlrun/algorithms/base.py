@@ -17,7 +17,7 @@ class Algorithm:
     """Base of all algorithms. A subclass says which models it needs, which groups it keeps, and what is learned from them.
 
     The trainer calls, each step: `select` (while collecting), `score`, `advantages`, then updates each trainable role with
-    `losses`. Everything here runs on the driver, except the losses, which are pickled and run in the ranks.
+    `losses`, then `observe`. Everything here runs on the driver, except the losses, which are pickled and run in the ranks.
     """
 
     online = True
@@ -25,6 +25,8 @@ class Algorithm:
     needs_old_log_probs = False
     """Whether `advantages` or `score` need the actor's log-probabilities from before the step's updates. They are computed
     anyway where a step makes more than one update."""
+    greedy_baseline = False
+    """Whether each prompt also gets a greedy completion, whose reward is the column `baseline_reward` of its samples."""
     atom: Atom = "sequence"
     """What micro-batches and shards must keep whole for the losses."""
 
@@ -61,6 +63,9 @@ class Algorithm:
     def losses(self, step: int) -> Mapping[str, Loss]:
         """The loss of each role to update in step `step` of the stage (from 0), picklable."""
         raise NotImplementedError
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Take in what a step measured, under its final names, for coefficients that adapt. Default: nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart, as JSON-able data."""
