@@ -10,19 +10,24 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "rlrun_packed"
+
+# Known once, so that compiled layers need not ask.
+_FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
+_TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch 2.12 and newer must be told of grouped queries; 2.11 does them unasked and knows no such argument."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +68,20 @@ def attend(
     half precision flash-attn, where installed, or torch's varlen_attn; otherwise SDPA over sequences of equal length at
     once. Raises ValueError where the row and its boundaries disagree.
     """
-    if query.shape[0] != packed.total or key.shape[0] != packed.total:
-        raise ValueError(f"packed sequences have {packed.total} tokens together, but attention got {query.shape[0]} "
-                         f"queries and {key.shape[0]} keys: a key-value cache or padding cannot be used here")
-    if window is not None and window >= packed.max_length:
-        window = None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        if importlib.util.find_spec("flash_attn") is not None:
+        if not torch.compiler.is_compiling():  # lengths in a compiled layer's conditions would compile it anew
+            _check(query, key, packed)
+        if _FLASH_ATTN:
             return _flash_attn(query, key, value, packed, scale, window, softcap)
         if softcap is None:
             return _varlen_attn(query, key, value, packed, scale, window)
     return _segments(query, key, value, packed, scale, window, softcap)
+
+
+def _check(query: Tensor, key: Tensor, packed: Packed) -> None:
+    if query.shape[0] != packed.total or key.shape[0] != packed.total:
+        raise ValueError(f"packed sequences have {packed.total} tokens together, but attention got {query.shape[0]} "
+                         f"queries and {key.shape[0]} keys: a key-value cache or padding cannot be used here")
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None, window: int | None,
@@ -87,21 +95,11 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale
     )
 
 
-@cache
-def _takes_enable_gqa() -> bool:
-    """torch 2.12 and newer must be told of grouped queries; 2.11 does them unasked and knows no such argument."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 def _varlen_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None,
                  window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     left = -1 if window is None else window - 1
     options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
-    if _takes_enable_gqa():
+    if _TAKES_ENABLE_GQA:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     output = varlen_attn(query, key, value, packed.cu_seqlens, packed.cu_seqlens, packed.max_length,
                          packed.max_length, **options)
@@ -109,9 +107,13 @@ def _varlen_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scal
     return output
 
 
+@torch.compiler.disable  # the loop over lengths would be compiled anew for each row
 def _segments(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None, window: int | None,
               softcap: float | None) -> Tensor:
     """SDPA, one call for each run of sequences of equal length: no padding, no mask over the whole row."""
+    _check(query, key, packed)
+    if window is not None and window >= packed.max_length:
+        window = None
     sizes = [count * length for count, length in packed.runs]
     outputs = []
     for run, *parts in zip(packed.runs, *(x.split(sizes) for x in (query, key, value))):

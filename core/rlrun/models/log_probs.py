@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,76 +22,107 @@ def chosen_log_probs(
     softcap: float | None = None,
     entropy: bool = False,
     chunk: int | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and the entropy, of softmax(logits / temperature); with gradient.
 
     `hidden` [N, h], `weight` [V, h] and `bias` [V] of the output layer, `targets` [N] token ids. The model's own logits
     are softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), without the tanh where there is no softcap.
     Returns ([N], [N] or None) in the input's dtype or float32, whichever is wider. Logits exist for `chunk` tokens at a
-    time and are computed again in the backward pass.
+    time and are computed again in the backward pass; `compiled`, they are read once or twice there instead of at each of
+    the steps below.
     """
-    chunk = chunk or max(64, (2**26 if hidden.is_cuda else 2**23) // weight.shape[0])
+    chunk = chunk or max(64, (2**26 if hidden.is_cuda else 2**21) // weight.shape[0])
     log_probs, entropies = _ChosenLogProbs.apply(
-        hidden, weight, bias, targets, temperature, scale, softcap, entropy, chunk)
+        hidden, weight, bias, targets, (temperature, scale, softcap), entropy, chunk, compiled)
     return log_probs, entropies if entropy else None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, scale: float,
-            softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Tempered logits in at least fp32, and with a soft cap the tanh that its derivative needs."""
-    raw = F.linear(hidden, weight, bias)
-    logits = raw.to(torch.promote_types(raw.dtype, torch.float32))
+Transform = tuple[float, float, float | None]
+"""Temperature, scale, soft cap."""
+
+
+def _tempered(raw: Tensor, transform: Transform) -> Tensor:
+    """Tempered logits, in at least fp32."""
+    temperature, scale, softcap = transform
+    wide = raw.to(torch.promote_types(raw.dtype, torch.float32))
     if softcap is None:
-        return (logits if scale == temperature else logits.mul_(scale / temperature)), None
-    capped = logits.mul_(scale / softcap).tanh_()
-    return capped * (softcap / temperature), capped
+        return wide * (scale / temperature)
+    return torch.tanh(wide * (scale / softcap)) * (softcap / temperature)
+
+
+def _outputs(raw: Tensor, targets: Tensor, transform: Transform, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the targets, norms and entropies [n] of raw logits [n, V]."""
+    logits = _tempered(raw, transform)
+    norms = logits.logsumexp(-1)
+    log_probs = _tempered(raw.gather(1, targets[:, None]), transform)[:, 0] - norms
+    if not entropy:
+        return log_probs, norms, norms
+    return log_probs, norms, norms - (logits * (logits - norms[:, None]).exp()).sum(-1)
+
+
+def _gradient(raw: Tensor, targets: Tensor, norms: Tensor, entropies: Tensor, d_log_probs: Tensor, d_entropies: Tensor,
+              transform: Transform, entropy: bool) -> Tensor:
+    """Gradient of the raw logits [n, V], in their dtype."""
+    temperature, scale, softcap = transform
+    logits = _tempered(raw, transform)
+    all_log_probs = logits - norms[:, None]
+    d_chosen = d_log_probs[:, None]
+    factor = d_chosen
+    if entropy:
+        factor = factor + (all_log_probs + entropies[:, None]) * d_entropies[:, None]
+    chosen = torch.arange(raw.shape[1], device=raw.device) == targets[:, None]
+    d_logits = torch.where(chosen, d_chosen, 0.0) - all_log_probs.exp() * factor
+    if softcap is not None:
+        d_logits = d_logits * (1 - (logits * (temperature / softcap)).square())
+    return (d_logits * (scale / temperature)).to(raw.dtype)
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 class _ChosenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
-                temperature: float, scale: float, softcap: float | None, entropy: bool,
-                chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: Transform,
+                entropy: bool, chunk: int, compiled: bool) -> tuple[Tensor, Tensor]:
+        outputs = _fused(_outputs) if compiled else _outputs
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         norms, log_probs, entropies = (hidden.new_zeros(hidden.shape[0], dtype=dtype) for _ in range(3))
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits, _ = _logits(hidden[part], weight, bias, temperature, scale, softcap)
-            norms[part] = norm = logits.logsumexp(-1)
-            log_probs[part] = logits.gather(1, targets[part, None])[:, 0] - norm
-            if entropy:
-                probs = (logits - norm[:, None]).exp_()
-                entropies[part] = norm - logits.mul_(probs).sum(-1)
+            raw = F.linear(hidden[part], weight, bias)
+            log_probs[part], norms[part], entropies[part] = outputs(raw, targets[part], transform, entropy)
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
-        ctx.arguments = temperature, scale, softcap
-        ctx.entropy, ctx.chunk = entropy, chunk
+        ctx.arguments = transform, entropy, chunk, compiled
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_log_probs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
-        temperature, scale, softcap = ctx.arguments
+        transform, entropy, chunk, compiled = ctx.arguments
+        gradient = _fused(_gradient) if compiled else _gradient
         d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=norms.dtype)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=norms.dtype)
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits, capped = _logits(hidden[part], weight, bias, temperature, scale, softcap)
-            all_log_probs = logits.sub_(norms[part, None])
-            d_chosen = d_log_probs[part, None]
-            if ctx.entropy:
-                factor = (all_log_probs + entropies[part, None]).mul_(d_entropies[part, None]).add_(d_chosen)
-                d_logits = all_log_probs.exp_().mul_(factor).neg_()
-            else:
-                d_logits = all_log_probs.exp_().mul_(-d_chosen)
-            d_logits.scatter_add_(1, targets[part, None], d_chosen)
-            if capped is not None:
-                d_logits.mul_(1 - capped.square())
-            d_raw = d_logits.mul_(scale / temperature).to(hidden.dtype)
+        for start in range(0, hidden.shape[0], chunk):
+            part = slice(start, start + chunk)
+            raw = F.linear(hidden[part], weight, bias)
+            d_raw = gradient(raw, targets[part], norms[part], entropies[part], d_log_probs[part], d_entropies[part],
+                             transform, entropy)
             d_hidden[part] = d_raw @ weight
-            d_weight += d_raw.T @ hidden[part]
+            _add_product(d_weight, d_raw.T, hidden[part])
             if d_bias is not None:
                 d_bias += d_raw.sum(0)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in the dtype of `total`."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right

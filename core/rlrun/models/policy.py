@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlrun.models.attention import Packed, enable_packed_attention
 from rlrun.models.log_probs import chosen_log_probs
@@ -35,6 +36,7 @@ class PolicyModel(nn.Module):
         """Set by the backend where `patch_attention` answered."""
         self.config = model.config.get_text_config()
         self.scale, self.softcap = logit_transform(self.config)
+        self.compiled = False
         if head == "value":
             self.value_head = nn.Linear(self.config.hidden_size, 1, device=model.device, dtype=model.dtype)
         enable_packed_attention(model)
@@ -48,6 +50,17 @@ class PolicyModel(nn.Module):
             self.value_head.weight.copy_(drawn * std)
             self.value_head.bias.zero_()
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers."""
+        return [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    def compile_layers(self) -> None:
+        """Compile each decoder layer, once for rows of any length, and what turns logits into log-probabilities."""
+        for layer in self.layers:  # forward alone: hooks around it, such as FSDP's, stay outside of the graph
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+        self.compiled = True
+
     def forward(
         self,
         ids: Tensor,
@@ -60,7 +73,8 @@ class PolicyModel(nn.Module):
         """Columns [T] of a packed row: `log_probs` and `entropy` of ids[t] given ids[<t] at `temperature`, `values` of
         the state before token t. They are computed where `loss_mask` [T] is set and 0 elsewhere.
 
-        `ids` and `position_ids` [T], `cu_seqlens` [S+1]. Raises ValueError for an output that this head does not have.
+        `ids` and `position_ids` [T] on the model's device; `cu_seqlens` [S+1] and `loss_mask` best on the CPU, where reading
+        them waits for no device. Raises ValueError for an output that this head does not have.
         """
         if not want <= OUTPUTS[self.head]:
             raise ValueError(f"head {self.head!r} computes {sorted(OUTPUTS[self.head])}; asked for: {sorted(want)}")
@@ -72,7 +86,7 @@ class PolicyModel(nn.Module):
             input_ids=local_ids[None], position_ids=positions[None], use_cache=False,
             packed=Packed.of(cu_seqlens, ids.device),
         ).last_hidden_state[0]
-        chosen = mask.nonzero()[:, 0]
+        chosen = mask.nonzero()[:, 0].to(ids.device)
         outputs = {}
         for name, values in self._head(hidden.index_select(0, chosen), targets[chosen], want, temperature).items():
             column = values.new_zeros(mask.shape[0]).index_put((chosen,), values)
@@ -85,7 +99,7 @@ class PolicyModel(nn.Module):
             return {"values": self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]}
         layer = self.model.get_output_embeddings()
         log_probs, entropy = chosen_log_probs(hidden, layer.weight, layer.bias, targets, temperature, self.scale,
-                                              self.softcap, entropy="entropy" in want)
+                                              self.softcap, entropy="entropy" in want, compiled=self.compiled)
         outputs = {"log_probs": log_probs, "entropy": entropy}
         return {name: x for name, x in outputs.items() if name in want and x is not None}
 

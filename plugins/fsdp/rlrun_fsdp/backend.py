@@ -22,14 +22,19 @@ class Fsdp:
         if ranks % sp:
             raise ValueError(f"{ranks} training ranks cannot be split into sequence-parallel groups of {sp}: "
                              "make resources.train_ranks a multiple of the sequence-parallel size")
+        shards = config.section("fsdp", FsdpConfig).shard_size or ranks
+        if ranks % shards:
+            raise ValueError(f"fsdp.shard_size = {shards} does not divide the {ranks} training ranks: "
+                             "make resources.train_ranks a multiple of it")
         return Layout(ranks // sp, tuple(rank // sp for rank in range(ranks)), tuple(range(0, ranks, sp)))
 
     @staticmethod
     def memory_bytes(config: Config, parameters: int, layout: Layout, trainable: bool) -> int:
         """One rank's parameters, and where it trains gradients and optimizer state (AdamW: two moments)."""
-        if config.section("fsdp", FsdpConfig).offload_params:
+        section = config.section("fsdp", FsdpConfig)
+        if section.offload_params:
             return 0
         width = BYTES[config.model.dtype]
         if trainable:
             width = max(width, 4) * (4 if config.actor.optim.name == "adamw" else 2)
-        return -(-parameters * width // layout.ranks)
+        return -(-parameters * width // (section.shard_size or layout.ranks))

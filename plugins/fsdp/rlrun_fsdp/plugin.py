@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 from rlrun.config.schema import opt
 from rlrun.hookspecs import API_VERSION, PluginInfo, hookimpl
@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class WrapPolicy:
-    min_num_params: int = opt(0, "decoder layers with fewer parameters are sharded together with the root", ge=0)
+    min_num_params: int = opt(0, "layers with fewer parameters are sharded together with the root", ge=0)
+    layer_classes: list[str] = opt([], "classes of the modules that are sharded each; default: the model's decoder layers")
 
 
 @dataclass
 class FsdpConfig:
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
-    reshard_after_forward: bool = opt(True, "free a layer's gathered parameters between forward and backward")
+    shard_size: Optional[int] = opt(None, "ranks that share one replica of the parameters; default: all ranks", gt=0)
+    reshard_after_forward: Optional[bool] = opt(
+        None, "free a layer's gathered parameters after use, and reduce gradients in each micro-batch; default: where the "
+        "whole model with its gradients takes more than a quarter of the device's memory")
+    compile: Optional[bool] = opt(None, "compile decoder layers; default: on a GPU")
     offload_params: bool = opt(False, "keep parameters, gradients and optimizer state in host memory")
 
 

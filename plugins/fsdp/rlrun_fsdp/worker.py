@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlrun.batch import Atom, Batch, micro_batches
 from rlrun.memory import empty_cache
@@ -24,9 +23,12 @@ from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
 from rlrun_fsdp.plugin import FsdpConfig
 
+_GATHERED_SHARE = 0.25
+"""Of a device's memory: what the whole model and its gradients may take for `keep_gathered`."""
+
 
 class FsdpWorker:
-    """A PolicyModel whose decoder layers and root are sharded over all ranks.
+    """A PolicyModel whose decoder layers and root are sharded over all ranks, or over the ranks of one replica.
 
     Parameters that train are kept in float32 (float64 where model.dtype is) and cast to model.dtype for each use;
     gradients are reduced in the parameters' dtype. Frozen models are stored in their own dtype and computed with like
@@ -48,25 +50,49 @@ class FsdpWorker:
             self.model.model.gradient_checkpointing_enable()
             self.model.train()  # checkpointing happens in this mode only; there is no dropout that it could switch on
         self.model.sequence_parallel = spec.plugins.patch_attention(model=self.model.model, spec=spec, mesh=self.mesh)
-        self._shard(stored)
+        if self.config.compile if self.config.compile is not None else spec.device.type == "cuda":
+            self.model.compile_layers()
+        shards = self.config.shard_size or layout.ranks
+        self.keep_gathered = self._fits_gathered(shards)
+        """Parameters stay whole from one micro-batch to the next, and gradients are reduced once, after the last."""
+        whole = init_device_mesh(spec.device.type, (layout.ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+        self.shard_group = whole.get_group("shard")
+        self._shard(whole if shards < layout.ranks else whole["shard"], stored)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self._make_optimizer() if spec.request.trainable else None
         self.updates = 0
         """Optimizer steps taken in this stage: what the learning-rate schedule counts."""
 
-    def _shard(self, stored: torch.dtype) -> None:
-        world = init_device_mesh(self.spec.device.type, (self.mesh.size(),))
+    def _fits_gathered(self, shards: int) -> bool:
+        if self.config.reshard_after_forward is not None:
+            return not self.config.reshard_after_forward
+        if self.spec.device.type != "cuda":
+            return shards == 1
+        width = self.dtype.itemsize + (self.master.itemsize if self.spec.request.trainable else 0)
+        whole = width * sum(p.numel() for p in self.model.parameters())
+        return whole <= _GATHERED_SHARE * torch.cuda.get_device_properties(self.spec.device).total_memory
+
+    def _shard(self, mesh: DeviceMesh, stored: torch.dtype) -> None:
         offload = CPUOffloadPolicy(pin_memory=self.spec.device.type == "cuda") if self.config.offload_params else None
-        options: dict[str, Any] = {"mesh": world, "offload_policy": offload or OffloadPolicy()}
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy(),
+                                   "reshard_after_forward": not self.keep_gathered}
         if self.model.head == "value":
             fully_shard(self.model.value_head, **options)  # a group of its own: computed in the parameters' dtype
         if self.dtype != stored:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master)
-        reshard = self.config.reshard_after_forward
-        for layer in [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]:
-            if sum(p.numel() for p in layer.parameters()) >= self.config.wrap_policy.min_num_params:
-                fully_shard(layer, reshard_after_forward=reshard, **options)
-        fully_shard(self.model, reshard_after_forward=None if reshard else False, **options)
+        for layer in self._wrapped():
+            fully_shard(layer, **options)
+        # The root's parameters (embeddings, output layer) are needed at both ends of forward and backward.
+        fully_shard(self.model, **(options | {"reshard_after_forward": False}))
+
+    def _wrapped(self) -> list[nn.Module]:
+        """Modules that are gathered one at a time: those of the classes that the user named, or the decoder layers."""
+        policy, modules = self.config.wrap_policy, list(self.model.model.modules())
+        if unknown := set(policy.layer_classes) - {type(m).__name__ for m in modules}:
+            raise ValueError(f"fsdp.wrap_policy.layer_classes: {type(self.model.model).__name__} has no "
+                             f"{', '.join(sorted(unknown))}; its decoder layers are {type(self.model.layers[0]).__name__}")
+        chosen = [m for m in modules if type(m).__name__ in policy.layer_classes] or self.model.layers
+        return [m for m in chosen if sum(p.numel() for p in m.parameters()) >= policy.min_num_params]
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         self.optim = self.spec.request.optim or self.spec.config.actor.optim
@@ -83,16 +109,20 @@ class FsdpWorker:
 
     def forward(self, batch: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         """See `Worker.forward`. Columns are on the CPU."""
-        tokens = {name: batch.tokens[name] for name in ("ids", "loss_mask")}
-        plain = Batch(batch.cu_seqlens, tokens | {"index": torch.arange(batch.num_tokens)})
+        plain = Batch(batch.cu_seqlens, {name: batch.tokens[name] for name in ("ids", "loss_mask")})
+        plain.tokens["index"] = torch.arange(batch.num_tokens)
         columns = {name: torch.zeros(batch.num_tokens, dtype=self.master) for name in want}
+        done: list[tuple[Tensor, dict[str, Tensor]]] = []
         with torch.no_grad():
-            for rows in self._micro_batches(plain, "sequence"):
-                micro = plain.select(rows)
-                outputs = self._outputs(micro.to(self.spec.device), want, temperature)
-                for name in columns if rows else ():
-                    columns[name] = columns[name].to(outputs[name].dtype)
-                    columns[name][micro.tokens["index"]] = outputs[name].cpu()
+            for micro, there in self._micro_batches(plain, "sequence"):
+                outputs = self._outputs(micro, there, want, temperature)
+                if micro.num_tokens:
+                    done.append((micro.tokens["index"], outputs))
+        if done:  # only here, with all work queued, does this process wait for the device
+            index = torch.cat([indices for indices, _ in done])
+            for name in want:
+                column = torch.cat([outputs[name] for _, outputs in done]).cpu()
+                columns[name] = column.new_zeros(batch.num_tokens).index_put_((index,), column)
         self._reshard()
         return columns
 
@@ -103,28 +133,31 @@ class FsdpWorker:
         assert self.optimizer is not None, f"{self.spec.role} is frozen"
         self.optimizer.zero_grad()
         sums: dict[tuple[str, Kind], Tensor] = {}
-        for rows in self._micro_batches(batch, atom):
-            micro = batch.select(rows).to(self.spec.device)
-            outputs = self._outputs(micro, self.spec.want, temperature)
+        parts = self._micro_batches(batch, atom)
+        for number, (micro, there) in enumerate(parts, 1):
+            if self.keep_gathered:
+                self.model.set_requires_gradient_sync(number == len(parts))
+                self.model.set_reshard_after_backward(number == len(parts))
+            outputs = self._outputs(micro, there, self.spec.want, temperature)
             # Zero, with a gradient of exact zeros: every rank runs the same backward, whatever its loss depends on.
             total = torch.stack([column[:0].sum() for column in outputs.values()]).sum()
-            for name, term in (loss(outputs, micro) if rows else {}).items():
+            for name, term in (loss(outputs, there) if len(micro) else {}).items():
                 value, key = term.sum.detach().double(), (name, term.kind)
                 if term.kind == "max":
                     sums[key] = torch.maximum(sums.get(key, value), value)
                     continue
                 sums[key] = sums.get(key, 0.0) + value
                 if term.coef != 0.0:  # FSDP averages gradients over ranks, but local sums must be added
-                    total = total + term.sum * (term.coef * self.mesh.size() / (denominators[term.kind] or 1.0))
+                    total = total + term.sum * (term.coef * dist.get_world_size() / (denominators[term.kind] or 1.0))
             total.backward()
-        return self._reduced(sums, denominators) | self._step()
+        return self._step() | self._reduced(sums, denominators)
 
     def _step(self) -> dict[str, Value]:
         assert self.optimizer is not None
         lr = self.optim.lr * lr_factor(self.updates, self.optim, self.spec.total_updates)
         grads = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
         square = get_total_norm(grads).double().square()
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.shard_group)
         norm = math.sqrt(float(square)) if torch.isfinite(square) else math.inf
         skipped = math.isinf(norm)
         if not skipped:
@@ -139,7 +172,7 @@ class FsdpWorker:
 
     def _reduced(self, sums: Mapping[tuple[str, Kind], Tensor], denominators: Mapping[str, float]) -> dict[str, Value]:
         """Terms over all shards, an equal part of each on every rank, so that ranks add up to the whole."""
-        local = {key: float(value) for key, value in sums.items()}
+        local = dict(zip(sums, torch.stack([*sums.values()]).tolist() if sums else []))
         group = self.mesh.get_group("dp")
         shards = dist.get_world_size(group)
         parts: list[dict[tuple[str, Kind], float]] = [local] * shards
@@ -152,8 +185,9 @@ class FsdpWorker:
                             Value(math.fsum(numbers) / shards, denominators[kind] / shards))
         return values
 
-    def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
-        """Rows of each micro-batch, sorted by length (see `Packed.runs`); as many on every rank, some empty."""
+    def _micro_batches(self, batch: Batch, atom: Atom) -> list[tuple[Batch, Batch]]:
+        """Micro-batches, on the CPU and on the device; as many on every rank, some empty. Sequences are sorted by length
+        (see `Packed.runs`). All are copied at once, so that no copy waits for a device at work."""
         starts = batch.cu_seqlens[:-1][batch.lengths > 0]
         if batch.num_tokens and bool(batch.tokens["loss_mask"][starts].any()):
             raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
@@ -162,14 +196,21 @@ class FsdpWorker:
         count = torch.tensor(len(parts), device=self.spec.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         parts += [[]] * (int(count) - len(parts))
-        return [sorted(rows, key=lengths.__getitem__) for rows in parts]
+        micros = []
+        for rows in parts:
+            micro = batch.select(sorted(rows, key=lengths.__getitem__))
+            micro.tokens["position_ids"] = micro.position_ids
+            micros.append((micro, micro.to(self.spec.device)))
+        return micros
 
-    def _outputs(self, micro: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
-        if micro.num_tokens == 0:  # one token that nothing is computed of: collectives match those of the other ranks
-            zero = torch.zeros(1, dtype=torch.int64, device=self.spec.device)
-            return self.model(zero, torch.cat([zero, zero + 1]), zero, zero > 0, want, temperature)
-        return self.model(
-            micro.tokens["ids"], micro.cu_seqlens, micro.position_ids, micro.tokens["loss_mask"], want, temperature)
+    def _outputs(self, micro: Batch, there: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
+        """Outputs of a micro-batch that is on the CPU and, `there`, on the device."""
+        if micro.num_tokens == 0:  # tokens that nothing is computed of: collectives match those of the other ranks
+            zeros = torch.zeros(2, dtype=torch.int64, device=self.spec.device)
+            nothing = torch.zeros(2, dtype=torch.bool)
+            return self.model(zeros, torch.tensor([0, 2]), zeros, nothing, want, temperature)
+        return self.model(there.tokens["ids"], micro.cu_seqlens, there.tokens["position_ids"], micro.tokens["loss_mask"],
+                          want, temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under save_pretrained's names, in model.dtype, on this rank's device."""
