@@ -15,6 +15,7 @@ KL_ENTROPY = {"kl_coef": 0.1, "entropy_coef": 0.05}
 CASES = {
     "sft": {"name": "sft"},
     "sft seq_mean": {"name": "sft", "loss_aggregation": "seq_mean_token_mean"},
+    "dpo": {"name": "dpo", "dpo_beta": 0.5},
     "grpo": {"name": "grpo", **KL_ENTROPY},
     "grpo seq_mean_token_mean": {"name": "grpo", "loss_aggregation": "seq_mean_token_mean", **KL_ENTROPY},
     "grpo seq_mean_token_sum": {"name": "grpo", "loss_aggregation": "seq_mean_token_sum", **KL_ENTROPY},
@@ -55,6 +56,8 @@ def recorded(groups=4, samples=4, dtype=torch.float64):
     batch = Batch.from_sequences(rows, {
         "uid": [f"q/{i // samples}" for i in range(len(rows))],
         "group": torch.arange(len(rows)) // samples,
+        "pair": torch.arange(len(rows)) // 2,
+        "preference": torch.arange(len(rows)) % 2,
         "reward": draw(5, len(rows)).to(dtype),
         "correct": draw(2, len(rows)).to(dtype),
         "data_source": ["q"] * len(rows),
@@ -141,12 +144,12 @@ def assert_same(got, expected, tolerance):
 def test_neither_ranks_nor_micro_batches_nor_order(name, gpt2, other, ranks1, ranks2, tmp_path):  # noqa: F811
     """Cases 82, 98: gradients, losses and all logged metrics of a step, in float64, with weights moved by 1% or more."""
     config = write(tmp_path, gpt2, other, CASES[name])
-    batch = recorded()
+    batch = recorded(samples=2 if name == "dpo" else 4)
     expected = drive(ranks1, config, train_on, batch)
     assert moved(gpt2, expected[1]["actor"]) > 0.01
     if name == "ppo":
         assert float(expected[1]["critic"]["value_head.bias"].abs()) > 0.01
-    config.actor.tokens_per_micro_batch = 17
+    config.actor.tokens_per_micro_batch = 30 if name == "dpo" else 17
     shuffled = batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)))
     assert_same(drive(ranks1, config, train_on, shuffled), expected, 1e-9)
     assert_same(drive(ranks2, config, train_on, batch), expected, 1e-9)

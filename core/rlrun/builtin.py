@@ -31,6 +31,7 @@ def plugin_info() -> PluginInfo:
                 "rloo": "rlrun.algorithms.grpo:Rloo",
                 "ppo": "rlrun.algorithms.ppo:Ppo",
                 "sft": "rlrun.algorithms.sft:Sft",
+                "dpo": "rlrun.algorithms.dpo:Dpo",
             },
             "rollout": {"hf": "rlrun.rollout.hf:HfRollout"},
         },

@@ -1,4 +1,4 @@
-"""Hands the loop its next batch: prompts -> rollout -> rewards -> selection; or, offline, prompts with their answers."""
+"""Hands the loop its next batch: prompts -> rollout -> rewards -> selection; or, offline, prompts with given completions."""
 
 from __future__ import annotations
 
@@ -157,30 +157,37 @@ class RolloutCollector:
 
 
 class AnswerCollector:
-    """Offline: each prompt followed by its reference answer."""
+    """Offline: each prompt followed by the completions that the algorithm learns from."""
 
-    def __init__(self, config: Config, stage: StageConfig, sampler: Sampler, tokenizer: Any) -> None:
-        self.config = config
+    def __init__(self, stage: StageConfig, sampler: Sampler, tokenizer: Any, algorithm: Algorithm) -> None:
         self.options = stage.algorithm
         self.sampler = sampler
         self.tokenizer = tokenizer
+        self.algorithm = algorithm
 
     def next(self, step: int) -> tuple[Batch | None, dict[str, Value]]:
         draws = self.sampler.take(self.options.prompts_per_step)
-        rows = [(s.prompt_ids, encode_answer(self.tokenizer, s.answer)) for _, _, s in draws]
-        batch = Batch.from_sequences(
-            [{"ids": [*prompt, *answer], "loss_mask": [False] * len(prompt) + [True] * len(answer)} for prompt, answer in rows],
-            {
-                "uid": [s.uid for _, _, s in draws],
-                "group": torch.tensor([d for d, _, _ in draws]),
-                "data_source": [s.data_source for _, _, s in draws],
-                "prompt_length": torch.tensor([len(prompt) for prompt, _ in rows]),
-            },
-        )
-        return batch, {}
+        return answer_batch([(number, sample) for number, _, sample in draws], self.algorithm, self.tokenizer), {}
 
     def records(self) -> list[dict[str, Any]]:
         return []
+
+
+def answer_batch(rows: Sequence[tuple[int, Sample]], algorithm: Algorithm, tokenizer: Any) -> Batch:
+    """An offline algorithm's completions of (group, sample) rows. `preference` counts a sample's completions, from 0."""
+    flat = [(group, s, i, encode_answer(tokenizer, c)) for group, s in rows for i, c in enumerate(algorithm.completions(s))]
+    groups = torch.tensor([group for group, _, _, _ in flat])
+    return Batch.from_sequences(
+        [{"ids": [*s.prompt_ids, *ids], "loss_mask": [False] * len(s.prompt_ids) + [True] * len(ids)} for _, s, _, ids in flat],
+        {
+            "uid": [s.uid for _, s, _, _ in flat],
+            "group": groups,
+            "pair": groups,
+            "preference": torch.tensor([i for _, _, i, _ in flat]),
+            "data_source": [s.data_source for _, s, _, _ in flat],
+            "prompt_length": torch.tensor([len(s.prompt_ids) for _, s, _, _ in flat]),
+        },
+    )
 
 
 def to_batch(rollouts: Rollouts, rows: Sequence[int]) -> Batch:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,7 @@ class Run:
         self.stop = stop
         """Set where the run is to save and end."""
         self.checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+        self.generator: Generator | None = None
         self.trackers: list[Any] = []
         self._failed: set[str] = set()
         self._closing = ExitStack()
@@ -204,8 +206,9 @@ class Run:
 
     def collector(self, stage: StageConfig, algorithm: Algorithm) -> Collector:
         if algorithm.online:
+            assert self.generator is not None
             return RolloutCollector(self.config, stage, self.sampler, self.generator, algorithm)
-        return AnswerCollector(self.config, stage, self.sampler, self.tokenizer)
+        return AnswerCollector(stage, self.sampler, self.tokenizer, algorithm)
 
     def policy_path(self, checkpoint: str | None) -> str:
         """Folder of the policy that a stage begins with."""
@@ -274,16 +277,20 @@ def layout(config: Config, plugins: Plugins) -> Layout:
 
 
 def prompts(config: Config, plugins: Plugins) -> tuple[PreTrainedTokenizerBase, Samples, Sampler]:
-    """The tokenizer, all data, and the sampler at its start."""
+    """The tokenizer, all data, and the sampler at its start. Raises ValueError for a row that a stage cannot use."""
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     data = load_data(config.data, tokenizer, plugins)
+    for stage in config.stages:
+        algorithm: Algorithm = plugins.resolve("algorithm", stage.algorithm.name)(config, stage)
+        for sample in () if algorithm.online else chain(*data.train, data.validation):
+            algorithm.completions(sample)
     return tokenizer, data, Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
 
 
 def generates(config: Config, plugins: Plugins) -> bool:
-    """Whether the run needs an engine and rewards: for a stage, or for validation."""
+    """Whether the run needs an engine: for a stage, or for validation by rewards."""
     online = (plugins.resolve("algorithm", stage.algorithm.name).online for stage in config.stages)
-    return bool(config.data.validation) or any(online)
+    return any(online) or bool(config.data.validation and (config.reward.kind or config.reward.parts))
 
 
 def stage_steps(stage: StageConfig, sampler: Sampler) -> int:

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlrun import validation
 from rlrun.batch import Batch
 from rlrun.errors import RunError, Terminated
 from rlrun.hookspecs import Step
-from rlrun.metrics import Value, data_metrics, merge, performance_metrics, results, timing_metrics, validation_metrics
+from rlrun.metrics import Value, data_metrics, merge, performance_metrics, results, timing_metrics
 from rlrun.workers.protocol import RoleRequest
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Trainer:
             return
         algorithm, collector = self._begin(stage, total, state, start)
         if not self.step and self.config.validation.at_start:
-            self.run.track(self.step, self._validate(force=True))
+            self.run.track(self.step, self._validate(algorithm, force=True))
         while self.stage_step < total:
             self._boundary = self.state(algorithm)
             self._maybe_stop()
@@ -78,11 +79,11 @@ class Trainer:
             self.step, self.stage_step = self.step + 1, self.stage_step + 1
             last = self.stage_step == total
             self.timings["step"] = time.perf_counter() - began
-            validation = self._validate(last and self.config.validation.at_end)
+            validated = self._validate(algorithm, last and self.config.validation.at_end)
             if last and not self.updates:
                 raise RunError(f"stage {self.stage} changed no model: in all its steps nothing to train on or no finite gradient")
             every, stop = self.config.checkpoint.every, self.run.stop.is_set()
-            self.row = {**metrics, **validation, **self._standing()}
+            self.row = {**metrics, **validated, **self._standing()}
             if last or stop or (every and self.step % every == 0):
                 self._save(self.state(algorithm), final=last)
             self.run.track(self.step, {**self.row, **self._standing(), **timing_metrics(self.timings)})
@@ -170,20 +171,20 @@ class Trainer:
         for start in range(0, len(groups), size):
             yield batch.select([row for rows in groups[start : start + size] for row in rows])
 
-    def _validate(self, force: bool) -> dict[str, float]:
+    def _validate(self, algorithm: Algorithm, force: bool) -> dict[str, float]:
         v = self.config.validation
         if not self.run.validation or not (force or (v.every and self.step % v.every == 0)):
             return {}
-        self.run.workers.sync(self.step)
+        metrics: dict[str, float] = {}
         with self._phase("testing"):
-            rows = [(i, s) for i, s in enumerate(self.run.validation) for _ in range(v.samples_per_prompt)]
-            keys = [f"validation|{s.uid}|{n}" for s in self.run.validation for n in range(v.samples_per_prompt)]
-            rollouts = self.run.generator.run(rows, keys, self.run.generator.params(v.temperature, v.top_p, 0))
-        self._dump(rollouts.records(), f"validation_{self.step:06d}", 1)
-        return validation_metrics(
-            [s.data_source for s in rollouts.samples], rollouts.groups,
-            [{"reward": s.reward, "acc": None if s.reward is None else s.correct, "pred": s.pred} for s in rollouts.scores],
-        )
+            if not algorithm.online:
+                metrics = validation.evaluate(self.run, algorithm)
+            if self.run.generator is not None:
+                self.run.workers.sync(self.step)
+                generated, records = validation.generate(self.run, self.run.generator)
+                self._dump(records, f"validation_{self.step:06d}", 1)
+                metrics |= generated
+        return metrics
 
     def _save(self, state: dict[str, Any], final: bool) -> None:
         """Save all trainable roles. A full disk is counted and survived, except where the next stage needs the result."""

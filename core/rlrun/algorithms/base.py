@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlrun.batch import Atom, Batch
     from rlrun.config.schema import Config, StageConfig
+    from rlrun.data.sample import Sample
     from rlrun.metrics import Value
     from rlrun.workers.group import WorkerGroup
     from rlrun.workers.protocol import Loss, RoleRequest
@@ -21,7 +22,7 @@ class Algorithm:
     """
 
     online = True
-    """Whether the policy generates the completions; otherwise they are the samples' answers (sft)."""
+    """Whether the policy generates the completions; otherwise they are those of `completions` (sft, dpo)."""
     needs_old_log_probs = False
     """Whether `advantages` or `score` need the actor's log-probabilities from before the step's updates. They are computed
     anyway where a step makes more than one update."""
@@ -48,6 +49,13 @@ class Algorithm:
         """Outputs that the losses of each trained role need: of log_probs, entropy, values. Default: log_probs."""
         return {}
 
+    def completions(self, sample: Sample) -> list[Any]:
+        """Offline: the texts to learn from, the preferred one first. Called for every sample before the run begins.
+
+        Raises ValueError for a sample that is no use. Default: the answer.
+        """
+        return [sample.answer]
+
     def select(self, groups: Sequence[Batch]) -> list[bool]:
         """Which prompt groups (each a batch of one prompt's samples) to keep. Default: all."""
         return [True] * len(groups)
@@ -63,6 +71,10 @@ class Algorithm:
     def losses(self, step: int) -> Mapping[str, Loss]:
         """The loss of each role to update in step `step` of the stage (from 0), picklable."""
         raise NotImplementedError
+
+    def evaluate(self, batch: Batch) -> dict[str, Value]:
+        """Offline: metrics of held-out completions with `log_probs` and, where there is that role, `ref_log_probs`."""
+        return {}
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Take in what a step measured, under its final names, for coefficients that adapt. Default: nothing."""

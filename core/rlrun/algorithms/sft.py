@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from rlrun.algorithms.base import Algorithm
 from rlrun.algorithms.losses import SftLoss
+from rlrun.metrics import Value
 
 if TYPE_CHECKING:
+    from rlrun.batch import Batch
     from rlrun.workers.protocol import Loss
 
 
@@ -19,3 +21,8 @@ class Sft(Algorithm):
 
     def losses(self, step: int) -> Mapping[str, Loss]:
         return {"actor": SftLoss(self.options.loss_aggregation)}
+
+    def evaluate(self, batch: Batch) -> dict[str, Value]:
+        """Negative log-likelihood of a token, in nats."""
+        mask = batch.tokens["loss_mask"]
+        return {"nll": Value(-float(batch.tokens["log_probs"][mask].double().sum()), float(mask.sum()))}

@@ -141,8 +141,8 @@ class CriticConfig:
 
 @dataclass
 class AlgorithmConfig:
-    name: str = opt("grpo", "grpo, rloo, ppo, sft, or an algorithm of a listed plugin")
-    prompts_per_step: int = opt(64, "prompts (sft: rows) of one step", gt=0)
+    name: str = opt("grpo", "grpo, rloo, ppo, sft, dpo, or an algorithm of a listed plugin")
+    prompts_per_step: int = opt(64, "prompts (sft, dpo: rows) of one step", gt=0)
     prompts_per_update: Optional[int] = opt(None, "prompts of one optimizer step; default: prompts_per_step", gt=0)
     max_rounds: int = opt(8, "generation rounds to fill a step, where groups are dropped", gt=0)
     epochs_per_step: int = opt(1, "times that a step's samples are trained on", gt=0)
@@ -160,6 +160,7 @@ class AlgorithmConfig:
     kl_horizon: int = opt(10000, "sequences over which an adaptive kl_coef moves", gt=0)
     entropy_coef: float = opt(0.0, "weight of the entropy bonus", ge=0)
     value_clip: float = opt(0.2, "ppo: values are clipped to this distance from the old ones", gt=0)
+    dpo_beta: float = opt(0.1, "dpo: scale of its rewards, log(policy / reference) of an answer", gt=0)
     critic_warmup_steps: int = opt(0, "ppo: first steps, in which only the critic trains", ge=0)
 
 

@@ -137,8 +137,6 @@ def _services(config: Config) -> Iterator[str]:
     validation, checkpoint, resources = config.validation, config.checkpoint, config.resources
     if validation.every and not config.data.validation:
         yield "validation.every needs data.validation"
-    if config.data.validation and config.reward.kind is None and not config.reward.parts:
-        yield "data.validation needs reward.kind or reward.parts"
     if validation.samples_per_prompt > 1 and validation.temperature == 0:
         yield "validation.samples_per_prompt > 1 needs validation.temperature > 0; greedy samples are all the same"
     state = ("model", "optimizer", "extra")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -108,7 +108,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) ->
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: Any) -> list[int]:
-    """Ids of a reference answer as a completion: the text's own tokens and the end-of-sequence token."""
+    """Ids of a reference answer as a completion: the text's own tokens and the end-of-sequence token.
+
+    A list with one message of the assistant counts as its text.
+    """
+    if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], Mapping) and answer[0].get("role") == "assistant":
+        answer = answer[0].get("content")
     if not isinstance(answer, str | int | float):
         raise ValueError(f"supervised training needs answers that are texts; this one is {answer!r}")
     if tokenizer.eos_token_id is None:
