@@ -75,7 +75,7 @@ WITH_POINTS = ["fsdp", "./points.py"]
 FORKING = '''
 import json, os, sys
 import torch, transformers, rlrun.launch, rlrun.workers.rank, rlrun.workers.local, rlrun_fsdp.worker, rlrun.rollout.hf
-import rlrun.cli, rlrun.algorithms.sft, rlrun.algorithms.grpo
+import rlrun.cli, rlrun.algorithms.sft, rlrun.algorithms.policy_gradient
 for line in sys.stdin:
     request = json.loads(line)
     pid = os.fork()

@@ -50,9 +50,9 @@ class Loss:
 
 
 def __getattr__(name):
-    from rlrun.algorithms.grpo import Rloo
+    from rlrun.algorithms.policy_gradient import PolicyAlgorithm
 
-    class Versions(Rloo):
+    class Versions(PolicyAlgorithm):
         def losses(self, step):
             return {role: Loss(loss) for role, loss in super().losses(step).items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlrun.algorithms.presets import PRESETS
 from rlrun.hookspecs import PluginInfo, hookimpl
 
 
@@ -27,12 +28,10 @@ def plugin_info() -> PluginInfo:
                 "tensorboard": "rlrun.trackers.tensorboard:TensorBoard",
             },
             "algorithm": {
-                "grpo": "rlrun.algorithms.grpo:Grpo",
-                "rloo": "rlrun.algorithms.grpo:Rloo",
-                "ppo": "rlrun.algorithms.ppo:Ppo",
+                **dict.fromkeys(PRESETS, "rlrun.algorithms.policy_gradient:PolicyAlgorithm"),
                 "sft": "rlrun.algorithms.sft:Sft",
                 "dpo": "rlrun.algorithms.dpo:Dpo",
             },
-            "rollout": {"hf": "rlrun.rollout.hf:HfRollout"},
+            "rollout": {"hf": "rlrun.rollout.hf:HfRollout", "vllm": "rlrun.rollout.vllm:VllmRollout"},
         },
     )

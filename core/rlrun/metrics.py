@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ def data_metrics(batch: Batch, max_new_tokens: int, max_prompt_tokens: int) -> d
     import torch
 
     tokens, sequences = batch.tokens, batch.sequences
-    mask, lengths = tokens["loss_mask"], batch.loss_lengths()
+    mask = tokens["loss_mask"]
+    whole = replace(batch, tokens={**tokens, "loss_mask": tokens.get("response_mask", mask)})  # also what no loss saw
+    lengths = whole.loss_lengths()
     reasons = sequences.get("finish_reason") or ["length" if n >= max_new_tokens else "stop" for n in lengths.tolist()]
     clipped = torch.tensor([reason == "length" for reason in reasons])
     aborted = torch.tensor([reason == "abort" for reason in reasons]) | (lengths == 0)
@@ -85,7 +87,7 @@ def data_metrics(batch: Batch, max_new_tokens: int, max_prompt_tokens: int) -> d
         if column in sequences:
             metrics |= statistics(f"critic/{name}", torch.as_tensor(sequences[column])[~aborted])
     if "token_rewards" in tokens:
-        metrics |= statistics("critic/rewards", batch.sums(tokens["token_rewards"])[~aborted])
+        metrics |= statistics("critic/rewards", whole.sums(tokens["token_rewards"])[~aborted])
     elif "reward" in sequences:
         metrics |= statistics("critic/rewards", torch.as_tensor(sequences["reward"])[~aborted])
     for column in ("advantages", "returns", "values"):

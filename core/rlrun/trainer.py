@@ -124,14 +124,16 @@ class Trainer:
         self.run.workers.sleep()
         self._maybe_stop()
         if batch is None:
-            self.counters["training/skipped_steps"] += 1
-            log.warning("step %d: nothing to train on, skipped", self.step)
-            return results(collected)
+            return results(self._empty(stage, collected))
         parts = [collected, self._score(stage, algorithm, batch)]
+        if not bool(batch.tokens["loss_mask"].any()):
+            return results(merge([self._empty(stage, collected), parts[1]]))
         losses = algorithm.losses(self.stage_step)
         for _ in range(stage.algorithm.epochs_per_step):
             for mini in self._mini_batches(batch, stage):
                 denominators = mini.denominators()
+                if not denominators["tokens"]:  # an optimizer would move the model by its momentum alone
+                    continue
                 for role, loss in losses.items():
                     with self._phase(f"update_{role}"):
                         update = self.run.workers.update(
@@ -144,6 +146,7 @@ class Trainer:
         metrics = results(merge([*parts, self.run.workers.memory(), described]))
         metrics |= {**performance_metrics(batch, self.timings, ranks), **timing_metrics(self.timings, batch)}
         self._dump(collector.records(), f"step_{self.step + 1:06d}", self.config.trainer.dump_rollouts_every)
+        algorithm.observe(metrics)
         extra = self.run.plugins.compute_metrics(Step(self.step + 1, self.stage, self.config, batch, metrics))
         return {**metrics, **extra}
 
@@ -163,6 +166,16 @@ class Trainer:
         with self._phase("adv"):
             scored = algorithm.score(batch, workers)
             return merge([scored, algorithm.advantages(batch)])
+
+    def _empty(self, stage: StageConfig, collected: dict[str, Value]) -> dict[str, Value]:
+        """Nothing to train on in this step: skip and count it, or end the run."""
+        o, key = stage.algorithm, f"stages.{self.stage}.algorithm"
+        if o.on_empty == "stop":
+            raise RunError(f"step {self.step + 1}: after {key}.max_rounds = {o.max_rounds} rounds no sample is left to train on",
+                           f"take prompts that are neither always solved nor never, raise max_rounds, or set {key}.on_empty=skip")
+        self.counters["training/skipped_steps"] += 1
+        log.warning("step %d: nothing to train on, skipped", self.step)
+        return collected
 
     def _mini_batches(self, batch: Batch, stage: StageConfig) -> Iterator[Batch]:
         """Mini-batches of whole prompt groups, in the batch's order."""

@@ -192,11 +192,11 @@ def test_masked_slots_change_nothing(name, poison):
 
 def test_kl_in_reward_reaches_advantages_and_adapts():
     """Case 51: coefficient round trip; the penalty is taken with the coefficient from before the step's adaptation."""
-    from rlrun.algorithms.grpo import Rloo
+    from rlrun.algorithms.policy_gradient import PolicyAlgorithm
     from rlrun.config.schema import AlgorithmConfig
 
-    options = AlgorithmConfig(kl_coef=0.5, kl_in="reward", kl_estimator="k1", kl_target=0.01, kl_horizon=100)
-    algorithm = Rloo(SimpleNamespace(), SimpleNamespace(algorithm=options))
+    options = AlgorithmConfig(advantage="rloo", kl_coef=0.5, kl_in="reward", kl_estimator="k1", kl_target=0.01, kl_horizon=100)
+    algorithm = PolicyAlgorithm(SimpleNamespace(), SimpleNamespace(algorithm=options))
     batch = ragged([2, 1])
     mask = batch.tokens["loss_mask"]
     batch.sequences |= {"reward": torch.tensor([1.0, 0.0]), "group": torch.tensor([4, 4])}
@@ -205,6 +205,6 @@ def test_kl_in_reward_reaches_advantages_and_adapts():
     # sequence totals: 1 - .5 * .5 = .75 and 0 - .5 * -1 = .5
     torch.testing.assert_close(batch.tokens["advantages"][mask], torch.tensor([0.25, 0.25, -0.25]))
     assert algorithm.kl_coef.value == pytest.approx(0.5 * (1 - 0.2 * 2 / 100))
-    other = Rloo(SimpleNamespace(), SimpleNamespace(algorithm=options))
+    other = PolicyAlgorithm(SimpleNamespace(), SimpleNamespace(algorithm=options))
     other.load_state_dict(algorithm.state_dict())
     assert other.kl_coef.value == algorithm.kl_coef.value

@@ -10,8 +10,9 @@ from typing import get_args
 import pytest
 import yaml
 
+from rlrun.algorithms.presets import PRESETS
 from rlrun.config.load import load_config, plain, save_resolved, to_yaml
-from rlrun.config.schema import Config, OptimConfig
+from rlrun.config.schema import AlgorithmConfig, Config, OptimConfig, StageConfig
 from rlrun.config.values import keys_of
 from rlrun.errors import ConfigError, PluginError
 from rlrun.testing.installed import install
@@ -346,12 +347,39 @@ def test_configuration_travels(load, site, tmp_path):
 
 
 def test_number_of_keys():
-    """The configuration stays small: 100 leaf keys or fewer, the optimizer's counted once."""
-    optim = {field.name for field in fields(OptimConfig)}
-    keys = leaf_keys(Config)
-    repeated = {key for key in keys if ".optim." in key}
-    assert {key.rpartition(".")[2] for key in repeated} == optim
-    assert len(keys - repeated) + len(optim) <= 100
+    """The configuration stays small: --print-config of one stage shows 100 keys or fewer."""
+    def leaves(value):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            value = value[0]
+        return sum(map(leaves, value.values())) if isinstance(value, dict) and value else 1
+
+    assert leaves(plain(Config(stages=[StageConfig()]))) <= 100
+
+
+def test_presets_are_values_that_any_key_overrides(load):
+    """Case 4: a name sets fields, which --print-config shows; what file or overrides say wins, wherever the name is from."""
+    def shown(*overrides, stage=0, **more):
+        return yaml.safe_load(to_yaml(load(*overrides, **more)))["stages"][stage]["algorithm"]
+
+    for name, preset in PRESETS.items():
+        default = plain(AlgorithmConfig(name=name, prompts_per_step=8))
+        assert shown(f"stages.0.algorithm.name={name}") == {**default, **preset}
+        others = {}
+        for field, value in preset.items():
+            choices = AlgorithmConfig.__dataclass_fields__[field].metadata["choices"]
+            others[field] = next(v for v in choices or (True, False, 0.5) if v != value and type(v) is type(value))
+        overrides = [f"stages.0.algorithm.{field}={value}" for field, value in others.items()]
+        assert shown(*overrides, f"stages.0.algorithm.name={name}") == {**default, **others}
+    text = BASE.replace("name: grpo,", "name: dapo, clip_high: 0.2, filter_groups: false,")
+    expected = (0.2, False, True)
+    for overrides in ([], ["stages.0.algorithm.name=dapo"], ["stages.0.algorithm={name: dapo}"]):
+        got = shown(*overrides, text=text)
+        assert (got["clip_high"], got["filter_groups"], got["mask_truncated"]) == expected
+    assert shown("stages.0.algorithm.name=grpo", text=text)["mask_truncated"] is False
+    assert shown("stages=[{steps: 1, algorithm: {name: dapo, prompts_per_step: 8}}]")["clip_high"] == 0.28
+    assert shown("stages.1.algorithm=${stages.0.algorithm}", text=text, stage=1) == shown(text=text)
+    again = to_yaml(load(text=text))
+    assert to_yaml(load(text=again)) == again
 
 
 def test_every_key_is_described():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlrun.algorithms.presets import PRESETS
 from rlrun.config.changes import changes
 from rlrun.config.load import load_config, to_yaml
 from rlrun.config.validate import validate, validate_resolved
@@ -64,7 +65,10 @@ NAN, INF = float("nan"), float("inf")
     ("rollout.samples_per_prompt", [0, -1, 1], [2]),
     ("stages.0.algorithm.gamma", [0.0, -1.0, 1.01, NAN], [1.0]),
     ("stages.0.algorithm.lam", [-0.1, 1.1, NAN], [0.0, 1.0]),
-    ("stages.0.algorithm.clip_low", [0.0, -1.0, 1.0, NAN], [0.9]),
+    ("stages.0.algorithm.clip_low", [0.0, -1.0, 1.01, NAN], [0.9, 1.0]),
+    ("stages.0.algorithm.dual_clip", [0.0, 1.0, NAN], [None, 3.0]),
+    ("stages.0.algorithm.correction_cap", [0.0, 1.0, NAN], [2.0]),
+    ("stages.0.algorithm.entropy_target", [0.0, NAN], [None, 0.3]),
     ("stages.0.algorithm.clip_high", [0.0, -1.0, NAN, INF], [5.0]),
     ("stages.0.algorithm.value_clip", [0.0, -1.0, NAN], [0.1]),
     ("stages.0.algorithm.kl_coef", [-1.0, NAN], [0.2]),
@@ -85,7 +89,7 @@ NAN, INF = float("nan"), float("inf")
 ])
 def test_values_alone(load, key, bad, good):
     """Cases 8, 30: values that would fail or do harm in the middle of a run are refused at start, with the key."""
-    config, plugins = load("stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_in=reward")
+    config, plugins = load("stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_in=reward", "critic.optim={}")
 
     def check(value):
         section, *rest = config, *key.split(".")
@@ -110,10 +114,16 @@ def test_values_alone(load, key, bad, good):
     (["data.train=[]"], ["data.train is empty"]),
     (["rollout.top_p=0.9"], ["rollout.top_p", "rollout.top_k"]),
     (["rollout.top_k=50"], ["rollout.top_p", "rollout.top_k"]),
+    (["rollout.top_p=0.9", "stages=[{steps: 2, algorithm: {correction: token_tis}}, {steps: 2}]"], ["stages.1.algorithm.corr"]),
+    (["stages.0.algorithm.dual_clip=1.1"], ["algorithm.dual_clip = 1.1", "clip_high = 1.2"]),
+    (["stages.0.algorithm={dual_clip: 3, loss: cispo}"], ["algorithm.dual_clip", "algorithm.loss cispo"]),
+    (["stages.0.algorithm.overlong_buffer=1024"], ["algorithm.overlong_buffer = 1024", "rollout.max_new_tokens = 1024"]),
+    (["stages.0.algorithm={name: pass_at_k, pass_k: 8}"], ["algorithm.pass_k = 8", "rollout.samples_per_prompt = 8"]),
+    (["stages.0.algorithm={name: ppo, filter_groups: true}", "rollout.samples_per_prompt=1"], ["algorithm.filter_groups"]),
     (["reward.parts=[{kind: function}]"], ["reward.kind", "reward.parts"]),
     (["reward.kind=null", "reward.parts=[{kind: function}]"], ["reward.kwargs", "reward.kind"]),
     (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt", "grpo"]),
-    (["rollout.samples_per_prompt=1", "stages.0.algorithm.name=rloo"], ["rollout.samples_per_prompt", "rloo"]),
+    (["rollout.samples_per_prompt=1", "stages.0.algorithm.name=opo"], ["rollout.samples_per_prompt", "opo"]),
     (["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_estimator=k1"], ["kl_estimator", "kl_in"]),
     (["stages.0.algorithm.kl_target=0.1", "stages.0.algorithm.kl_in=reward"], ["kl_target", "kl_coef"]),
     (["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_target=0.1"], ["algorithm.kl_target has no effect", "kl_in loss"]),
@@ -137,7 +147,7 @@ def test_values_alone(load, key, bad, good):
     (["trainer.trackers=[console, console]"], ["trainer.trackers"]),
     (["actor.backend=fdsp"], ["actor.backend: no backend 'fdsp'", "did you mean 'fsdp'"]),
     (["rollout.engine=vlm"], ["rollout.engine: no rollout 'vlm'"]),
-    (["stages.0.algorithm.name=gpro"], ["stages.0.algorithm.name: no algorithm 'gpro'", "did you mean 'grpo'"]),
+    (["stages.0.algorithm.name=grpoo"], ["stages.0.algorithm.name: no algorithm 'grpoo'", "did you mean 'grpo'"]),
     (["reward.kind=fn"], ["reward.kind: no reward 'fn'"]),
     (["data.train.0.kind=csv"], ["data.train.0.kind: no source 'csv'; there is: datasets, jsonl"]),
     (["data.validation.0.kind=csv"], ["data.validation.0.kind: no source 'csv'"]),
@@ -153,7 +163,10 @@ def test_combinations(load, overrides, keys):
 
 @pytest.mark.parametrize("overrides", [
     [], ["stages.0.algorithm.prompts_per_update=4", "actor.optim.warmup_steps=19"], ["rollout.samples_per_prompt=2"],
-    ["rollout.samples_per_prompt=1", "stages.0.algorithm.name=ppo"], ["stages.0.steps=null", "stages.0.epochs=1"],
+    *(["rollout.samples_per_prompt=1", f"stages.0.algorithm.name={name}"] for name in ("ppo", "remax", "reinforce_pp")),
+    ["rollout.samples_per_prompt=1", "stages.0.algorithm.name=sft"], ["rollout.top_p=0.9", "stages.0.algorithm.name=sft"],
+    ["rollout.top_p=0.9", "rollout.top_k=50", "stages.0.algorithm.correction=token_tis"],
+    ["stages.0.steps=null", "stages.0.epochs=1"],
     ["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_estimator=k1", "stages.0.algorithm.kl_in=reward"],
     ["stages.0.algorithm={kl_coef: 0.1, kl_target: 0.1, kl_in: reward}"], ["rollout.max_new_tokens=15360"],
     ["resources.launcher=local"], ["rollout.engine=far"], ["validation.top_p=0.5"],
@@ -161,6 +174,7 @@ def test_combinations(load, overrides, keys):
     ["checkpoint.save_contents=[hf_model]", "checkpoint.load_contents=[]"],
     ["actor.optim.warmup_steps=10", "stages.0.optim={lr: 1e-3}"], ["critic.optim.warmup_steps=10"],
     ["stages.0.algorithm={name: ppo, critic_warmup_steps: 4}", "actor.optim.warmup_steps=5", "critic.optim.warmup_steps=9"],
+    *([f"stages.0.algorithm.name={name}"] for name in PRESETS),
 ])
 def test_possible_combinations(load, overrides):
     """The same rules let pass what is possible."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL(policy, reference) of each token, by estimator k1, k2 or k3 (Schulman 2020, "Approximating KL divergence").
+def estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, old_log_probs: Tensor | None = None) -> Tensor:
+    """KL(policy, reference) of each token, by an estimator (Schulman 2020, "Approximating KL divergence").
 
     With d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Differentiated on samples of the policy, k2 has
-    the gradient of the reverse KL, k3 that of the forward KL, and k1 none.
+    the gradient of the reverse KL, k3 that of the forward KL, and k1 none. k3_unbiased is k3 times pi / pi_old, as in
+    DeepSeek-V3.2 (arXiv 2512.02556): k3's value, and the reverse KL's gradient, also on samples of an older policy
+    (`old_log_probs`; default: this one).
     """
     d = log_probs - ref_log_probs
     if kind == "k1":
@@ -18,7 +20,10 @@ def estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         return d.square() / 2
     if kind == "k3":
         return (-d).exp() - 1 + d
-    raise ValueError(f"unknown KL estimator {kind!r}: use k1, k2 or k3")
+    if kind == "k3_unbiased":
+        old = log_probs.detach() if old_log_probs is None else old_log_probs
+        return (log_probs - old).exp() * ((-d).exp() - 1 + d)
+    raise ValueError(f"unknown KL estimator {kind!r}: use k1, k2, k3 or k3_unbiased")
 
 
 class KlCoefficient:

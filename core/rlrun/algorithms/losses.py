@@ -16,63 +16,125 @@ from rlrun.batch import Batch
 from rlrun.workers.protocol import Kind, Term
 
 
-def aggregate(losses: Tensor, batch: Batch, mode: str) -> tuple[Tensor, Kind]:
+def aggregate(losses: Tensor, batch: Batch, mode: str, longest: int = 0) -> tuple[Tensor, Kind]:
     """Sum of token losses (of the tokens in `loss_mask`, in order) under an aggregation, and its denominator.
 
-    token_mean: mean over all tokens. seq_mean_token_mean: mean over sequences of each one's mean. seq_mean_token_sum: mean over
-    sequences of each one's sum.
+    token_mean: mean over all tokens (DAPO). seq_mean_token_mean: mean over sequences of each one's mean (GRPO).
+    seq_mean_token_sum: mean over sequences of each one's sum. seq_mean_constant: that sum over `longest`, the largest number of
+    tokens that a completion may have, whatever is in the batch (Dr. GRPO, arXiv 2503.20783).
     """
     if mode == "token_mean":
         return losses.sum(), "tokens"
     if mode == "seq_mean_token_sum":
         return losses.sum(), "sequences"
+    if mode == "seq_mean_constant":
+        return losses.sum() / longest, "sequences"
     if mode == "seq_mean_token_mean":
         lengths = batch.loss_lengths()[batch.sequence_ids[batch.tokens["loss_mask"]]]
         return (losses / lengths).sum(), "sequences"
     raise ValueError(f"unknown loss aggregation {mode!r}")
 
 
+def ppo_clip(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Token losses and whether each is clipped (PPO, arXiv 1707.06347, equation 7; DAPO's clip-higher: high > low)."""
+    ratio = log_ratio.exp()
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def dual_clip(losses: Tensor, advantages: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Losses of at most `bound` times -advantage where that is negative, and whether this cuts (arXiv 1912.09729, equation 5)."""
+    limit = -advantages * bound
+    cut = (advantages < 0) & (losses > limit)
+    return torch.where(cut, limit, losses), cut
+
+
+def gspo(log_ratio: Tensor, advantages: Tensor, rows: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Clipped losses with one ratio a sequence, exp(mean of its tokens' log-ratios) (GSPO, arXiv 2507.18071).
+
+    In its token form (GSPO-token): the value is the sequence's ratio, the gradient goes through the token's log-probability; it
+    is GSPO's own where the advantages of a sequence are equal. `rows` [M]: the sequence of each token.
+    """
+    count = int(rows.max()) + 1 if rows.numel() else 0
+    sums = log_ratio.detach().new_zeros(count).index_add(0, rows, log_ratio.detach())
+    mean = (sums / torch.bincount(rows, minlength=count).clamp(min=1))[rows]
+    return ppo_clip(mean + (log_ratio - log_ratio.detach()), advantages, low, high)
+
+
+def cispo(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-sg(clipped ratio) advantage log pi: every token keeps a gradient (CISPO, MiniMax-M1, arXiv 2506.13585, equation 4).
+
+    Second: whether each ratio is clipped. low = 1: not from below.
+    """
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - low, 1 + high)
+    return -weight * advantages * log_probs, weight != ratio
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Clipped policy loss (PPO, arXiv 1707.06347, equation 7), with a KL to the reference and an entropy bonus.
+    """A policy loss by name (`loss`), with a KL to the reference and an entropy bonus.
 
-    Reads `advantages`, `log_probs` (the old ones; without that column the policy is its own old one, ratio 1),
-    `ref_log_probs` where kl_coef > 0, and compares with `rollout_log_probs` where `gap_mask` is set.
+    Reads `advantages`, `correction_weights` where there is that column, `log_probs` (the old ones; without that column the policy
+    is its own old one, ratio 1), `ref_log_probs` where kl_coef > 0; compares with `rollout_log_probs` where `gap_mask` is set.
     """
 
     clip_low: float
     clip_high: float
     aggregation: str
     kl_coef: float = 0.0
-    kl_estimator: str = "k3"
+    kl_estimator: str = "k3_unbiased"
     entropy_coef: float = 0.0
+    loss: str = "ppo_clip"
+    dual_clip: float | None = None
+    longest: int = 0
+    """rollout.max_new_tokens, for aggregation seq_mean_constant."""
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Batch) -> dict[str, Term]:
         mask = batch.tokens["loss_mask"]
-        new = outputs["log_probs"][mask]
-        advantages = batch.tokens["advantages"][mask]
+        new, advantages = outputs["log_probs"][mask], batch.tokens["advantages"][mask]
+        if "correction_weights" in batch.tokens:
+            advantages = advantages * batch.tokens["correction_weights"][mask]
         old = batch.tokens["log_probs"][mask] if "log_probs" in batch.tokens else new.detach()
-        ratio = (new - old).exp()
-        unclipped = -advantages * ratio
-        clipped = -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        losses, clipped = self.token_losses(new, old, advantages, batch.sequence_ids[mask])
         terms = {
-            "actor/pg_loss": Term(*aggregate(torch.maximum(unclipped, clipped), batch, self.aggregation), 1.0),
             "actor/ppo_kl": Term((old - new).sum().detach(), "tokens"),
-            "actor/pg_clipfrac": Term((clipped > unclipped).sum().to(new.dtype), "tokens"),
+            "actor/pg_clipfrac": Term(clipped.sum().to(new.dtype), "tokens"),
         }
+        if self.dual_clip is not None:
+            losses, cut = dual_clip(losses, advantages, self.dual_clip)
+            terms["actor/pg_clipfrac_lower"] = Term(cut.sum().to(new.dtype), "tokens")
+        terms["actor/pg_loss"] = Term(*self.aggregate(losses, batch), 1.0)
         if self.kl_coef > 0:
-            distance = kl.estimate(new, batch.tokens["ref_log_probs"][mask], self.kl_estimator)
-            terms["actor/kl_loss"] = Term(*aggregate(distance, batch, self.aggregation), self.kl_coef)
+            distance = kl.estimate(new, batch.tokens["ref_log_probs"][mask], self.kl_estimator, old)
+            terms["actor/kl_loss"] = Term(*self.aggregate(distance, batch), self.kl_coef)
         if "entropy" in outputs:
             entropy = outputs["entropy"][mask]
-            terms["actor/entropy"] = Term(*aggregate(entropy, batch, self.aggregation), -self.entropy_coef)
+            terms["actor/entropy"] = Term(entropy.sum().detach(), "tokens")
+            if self.entropy_coef > 0:
+                terms["actor/entropy_bonus"] = Term(*self.aggregate(entropy, batch), -self.entropy_coef)
         if "gap_mask" in batch.tokens:
             compared = batch.tokens["gap_mask"]
-            gap = (outputs["log_probs"].detach() - batch.tokens["rollout_log_probs"])[compared].abs()
+            gap = (outputs["log_probs"].detach()[compared] - batch.tokens["rollout_log_probs"][compared]).abs()
             terms["rollout/gap_mean"] = Term(gap.sum(), "gap")
             if gap.numel():
                 terms["rollout/gap_max"] = Term(gap.max(), "max")
         return terms
+
+    def token_losses(self, new: Tensor, old: Tensor, advantages: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses of the tokens in `loss_mask`, and whether each is clipped. `rows`: the sequence of each."""
+        if self.loss == "ppo_clip":
+            return ppo_clip(new - old, advantages, self.clip_low, self.clip_high)
+        if self.loss == "gspo":
+            return gspo(new - old, advantages, rows, self.clip_low, self.clip_high)
+        if self.loss == "cispo":
+            return cispo(new, new - old, advantages, self.clip_low, self.clip_high)
+        if self.loss == "policy_gradient":  # Williams 1992
+            return -advantages * new, torch.zeros_like(new, dtype=torch.bool)
+        raise ValueError(f"unknown policy loss {self.loss!r}")
+
+    def aggregate(self, losses: Tensor, batch: Batch) -> tuple[Tensor, Kind]:
+        return aggregate(losses, batch, self.aggregation, self.longest)
 
 
 @dataclass(frozen=True)

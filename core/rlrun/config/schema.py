@@ -75,7 +75,8 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: str = opt("hf", "rollout engine: hf, or one of a listed plugin")
+    engine: str = opt("hf", "rollout engine: hf, vllm, or one of a listed plugin")
+    engine_args: dict[str, Any] = opt({}, "vllm: options of the engine under its own names (tensor_parallel_size, ...)")
     samples_per_prompt: int = opt(8, "completions of each prompt (a group)", gt=0)
     max_new_tokens: int = opt(1024, "longest completion", gt=0)
     temperature: float = opt(1.0, "sampling temperature; the trainer's log-probabilities use it too", gt=0)
@@ -136,32 +137,49 @@ class RefConfig:
 @dataclass
 class CriticConfig:
     path: Optional[str] = opt(None, "folder of the critic's initial model; default: the policy at the stage's start")
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    optim: Optional[OptimConfig] = opt(None, "the critic's optimizer, whole; default: actor.optim")
 
 
 @dataclass
 class AlgorithmConfig:
-    name: str = opt("grpo", "grpo, rloo, ppo, sft, dpo, or an algorithm of a listed plugin")
+    name: str = opt("grpo", "a preset that sets some of the fields below (docs/algorithms.md: grpo, dr_grpo, dapo, gspo, cispo, "
+                            "rloo, reinforce_pp, reinforce_pp_baseline, remax, opo, pass_at_k, ppo), sft, dpo, or an algorithm "
+                            "of a listed plugin")
     prompts_per_step: int = opt(64, "prompts (sft, dpo: rows) of one step", gt=0)
     prompts_per_update: Optional[int] = opt(None, "prompts of one optimizer step; default: prompts_per_step", gt=0)
+    filter_groups: bool = opt(False, "drop prompts whose samples all have the same reward, and draw others")
     max_rounds: int = opt(8, "generation rounds to fill a step, where groups are dropped", gt=0)
+    on_empty: str = opt("skip", "a step with nothing to train on after max_rounds is skipped and counted, or ends the run",
+                        choices=("skip", "stop"))
     epochs_per_step: int = opt(1, "times that a step's samples are trained on", gt=0)
-    gamma: float = opt(1.0, "ppo: discount", gt=0, le=1)
-    lam: float = opt(0.95, "ppo: lambda of GAE", ge=0, le=1)
-    clip_low: float = opt(0.2, "the policy ratio is clipped at 1 - clip_low", gt=0, lt=1)
-    clip_high: float = opt(0.2, "and at 1 + clip_high", gt=0)
+    advantage: str = opt("grpo", "how rewards become advantages; gae has a critic", choices=(
+        "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k", "gae"))
     scale_rewards: bool = opt(True, "grpo: divide by the group's standard deviation")
+    pass_k: int = opt(4, "pass_at_k: the best of so many samples is what counts", gt=0)
+    gamma: float = opt(1.0, "gae, reinforce_pp: discount", gt=0, le=1)
+    lam: float = opt(0.95, "gae: lambda", ge=0, le=1)
+    overlong_buffer: int = opt(0, "last tokens before max_new_tokens over which the reward falls; 0: none", ge=0)
+    overlong_penalty: float = opt(1.0, "by how much it falls at max_new_tokens", gt=0)
+    mask_truncated: bool = opt(False, "leave samples that hit max_new_tokens out of the losses")
+    loss: str = opt("ppo_clip", "the policy loss", choices=("ppo_clip", "gspo", "cispo", "policy_gradient"))
+    clip_low: float = opt(0.2, "the policy ratio is clipped at 1 - clip_low", gt=0, le=1)
+    clip_high: float = opt(0.2, "and at 1 + clip_high", gt=0)
+    dual_clip: Optional[float] = opt(None, "ppo_clip, gspo: losses of negative advantages end at this ratio", gt=1)
     loss_aggregation: str = opt("token_mean", "how token losses become one number", choices=(
-        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum"))
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_constant"))
+    correction: str = opt("none", "for samples whose engine log-probabilities differ from the trainer's", choices=(
+        "none", "token_tis", "sequence_tis", "sequence_reject"))
+    correction_cap: float = opt(2.0, "largest importance weight; sequence_reject: largest ratio, or its inverse", gt=1)
     kl_coef: float = opt(0.0, "weight of the KL to the reference model; 0: no reference model", ge=0)
     kl_in: str = opt("loss", "where the KL goes", choices=("loss", "reward"))
-    kl_estimator: str = opt("k3", "estimator of the KL (Schulman 2020)", choices=("k1", "k2", "k3"))
+    kl_estimator: str = opt("k3_unbiased", "estimator of the KL (Schulman 2020)", choices=("k1", "k2", "k3", "k3_unbiased"))
     kl_target: Optional[float] = opt(None, "adapt kl_coef towards this KL per token; default: fixed", gt=0)
     kl_horizon: int = opt(10000, "sequences over which an adaptive kl_coef moves", gt=0)
     entropy_coef: float = opt(0.0, "weight of the entropy bonus", ge=0)
-    value_clip: float = opt(0.2, "ppo: values are clipped to this distance from the old ones", gt=0)
+    entropy_target: Optional[float] = opt(None, "adapt entropy_coef towards this entropy per token; default: fixed", gt=0)
+    value_clip: float = opt(0.2, "gae: values are clipped to this distance from the old ones", gt=0)
     dpo_beta: float = opt(0.1, "dpo: scale of its rewards, log(policy / reference) of an answer", gt=0)
-    critic_warmup_steps: int = opt(0, "ppo: first steps, in which only the critic trains", ge=0)
+    critic_warmup_steps: int = opt(0, "gae: first steps, in which only the critic trains", ge=0)
 
 
 @dataclass

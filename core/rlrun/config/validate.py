@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
-from rlrun.config.schema import Config, OptimConfig, StageConfig
+from rlrun.algorithms.presets import GROUPED, PRESETS
+from rlrun.config.schema import AlgorithmConfig, Config, OptimConfig, StageConfig
 from rlrun.errors import ConfigError
 from rlrun.plugins import Plugins
 
@@ -117,9 +118,11 @@ def _sections(config: Config) -> Iterator[str]:
             yield f"data.validation.{i}.weight has no effect: validation sources are used whole"
     if not config.stages:
         yield "stages is empty; it needs at least one stage, such as [{algorithm: {name: grpo}, steps: 100}]"
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        yield ("rollout.top_p < 1 and rollout.top_k > 0 sample from another distribution than the trained one, and "
-               "there is no off-policy correction; leave them at 1 and 0 (validation.top_p is free)")
+    uncorrected = [f"stages.{i}.algorithm.correction" for i, stage in enumerate(config.stages)
+                   if stage.algorithm.name not in ("sft", "dpo") and stage.algorithm.correction == "none"]
+    if uncorrected and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield ("rollout.top_p < 1 and rollout.top_k > 0 sample from another distribution than the trained one: set "
+               f"{' and '.join(uncorrected)}, or leave them at 1 and 0 (validation.top_p is free)")
     if reward.kind is not None and reward.parts:
         yield "reward.kind and reward.parts exclude each other; put the kind among the parts"
     if reward.kwargs and reward.kind is None:
@@ -129,7 +132,8 @@ def _sections(config: Config) -> Iterator[str]:
         yield (f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than "
                f"actor.tokens_per_micro_batch = {config.actor.tokens_per_micro_batch}; one sequence must fit")
     yield from _optim(config.actor.optim, "actor.optim")
-    yield from _optim(config.critic.optim, "critic.optim")
+    if config.critic.optim is not None:
+        yield from _optim(config.critic.optim, "critic.optim")
     yield from _services(config)
 
 
@@ -161,6 +165,25 @@ def _optim(optim: OptimConfig, key: str) -> Iterator[str]:
         yield f"{key}.betas is {optim.betas}; it must be two numbers, at least 0 and less than 1"
 
 
+def _online(config: Config, algorithm: AlgorithmConfig, at: str) -> Iterator[str]:
+    """What the policy-gradient algorithms of core need."""
+    rollout, named = config.rollout, f"{at}.advantage {algorithm.advantage}"
+    if algorithm.advantage in GROUPED and rollout.samples_per_prompt < 2:
+        yield f"{named} compares a prompt's samples: rollout.samples_per_prompt must be at least 2"
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= rollout.samples_per_prompt:
+        yield (f"{at}.pass_k = {algorithm.pass_k} leaves nothing to compare: it must be less than "
+               f"rollout.samples_per_prompt = {rollout.samples_per_prompt}")
+    if algorithm.filter_groups and rollout.samples_per_prompt < 2:
+        yield f"{at}.filter_groups would drop every prompt: rollout.samples_per_prompt must be at least 2"
+    if algorithm.overlong_buffer >= rollout.max_new_tokens:
+        yield (f"{at}.overlong_buffer = {algorithm.overlong_buffer} must be less than rollout.max_new_tokens = "
+               f"{rollout.max_new_tokens}")
+    if algorithm.dual_clip is not None and algorithm.loss not in ("ppo_clip", "gspo"):
+        yield f"{at}.dual_clip has no effect with {at}.loss {algorithm.loss}: take ppo_clip or gspo"
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.clip_high:
+        yield f"{at}.dual_clip = {algorithm.dual_clip} must be more than 1 + {at}.clip_high = {1 + algorithm.clip_high:g}"
+
+
 def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
     algorithm, at = stage.algorithm, f"{key}.algorithm"
     per_update = algorithm.prompts_per_update or algorithm.prompts_per_step
@@ -169,8 +192,8 @@ def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
     if algorithm.prompts_per_step % per_update:
         yield (f"{at}.prompts_per_step = {algorithm.prompts_per_step} is not a multiple of {at}.prompts_per_update = "
                f"{per_update}")
-    if algorithm.name in ("grpo", "rloo") and config.rollout.samples_per_prompt < 2:
-        yield f"{at}.name {algorithm.name} compares a prompt's samples: rollout.samples_per_prompt must be at least 2"
+    if algorithm.name in PRESETS:
+        yield from _online(config, algorithm, at)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield (f"{at}.kl_estimator k1 as a loss has an expected gradient of zero: take k2 or k3, or {at}.kl_in reward")
     if algorithm.kl_target is not None and algorithm.kl_coef == 0:
@@ -180,11 +203,13 @@ def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
     if stage.optim is not None:
         yield from _optim(stage.optim, f"{key}.optim")
     if stage.steps is not None:
-        each, alone = stage.updates_per_step, algorithm.critic_warmup_steps if algorithm.name == "ppo" else 0
+        critic = algorithm.advantage == "gae"
+        each, alone = stage.updates_per_step, algorithm.critic_warmup_steps if critic else 0
         where, optim = (f"{key}.optim", stage.optim) if stage.optim else ("actor.optim", config.actor.optim)
         trained = [("actor", where, optim, (stage.steps - alone) * each)]
-        if algorithm.name == "ppo":
-            trained.append(("critic", "critic.optim", config.critic.optim, stage.steps * each))
+        if critic:
+            where, optim = ("critic.optim", config.critic.optim) if config.critic.optim else ("actor.optim", config.actor.optim)
+            trained.append(("critic", where, optim, stage.steps * each))
         if algorithm.critic_warmup_steps >= stage.steps:
             yield f"{at}.critic_warmup_steps = {algorithm.critic_warmup_steps} leaves none of the {stage.steps} steps"
             return

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlrun.algorithms.grpo import Grpo
 from rlrun.algorithms.losses import PolicyLoss
+from rlrun.algorithms.policy_gradient import PolicyAlgorithm
 from rlrun.batch import Batch
 from rlrun.metrics import Value
 from rlrun.workers.protocol import Loss, Term
 from rlrun_brevity import BrevityConfig
 
 
-class Brevity(Grpo):
+class Brevity(PolicyAlgorithm):
     """Runs on the driver: it changes the rewards that advantages are made of."""
 
     def advantages(self, batch: Batch) -> dict[str, Value]:

@@ -1,0 +1,26 @@
+"""The weight of the entropy bonus."""
+
+from __future__ import annotations
+
+
+class EntropyCoefficient:
+    """Fixed; or, with a target (nats per token), moved by `STEP` after each step, up while the entropy is below the target and
+    down while it is above, and applied only while it is not above (adaptive entropy control of Skywork-OR1, arXiv 2505.22312)."""
+
+    STEP = 0.005
+
+    def __init__(self, value: float, target: float | None = None) -> None:
+        self.raw = value
+        self.target = target
+        self.needed = True
+        """Whether the entropy was at or below the target after the last step."""
+
+    @property
+    def value(self) -> float:
+        return self.raw if self.needed else 0.0
+
+    def update(self, entropy: float) -> None:
+        """After a step with mean entropy `entropy` per token."""
+        if self.target is not None:
+            self.needed = entropy <= self.target
+            self.raw = max(0.0, self.raw + (self.STEP if entropy < self.target else -self.STEP))
