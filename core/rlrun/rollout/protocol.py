@@ -36,6 +36,8 @@ class Request:
     """The caller's number for this request, returned with the completion."""
     prompt_ids: tuple[int, ...]
     key: str
+    log_probs: bool = True
+    """Whether the completion must carry its log-probabilities; engines that pay for them leave them out otherwise."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Completion:
     index: int
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
-    """Of each id, under the distribution it was drawn from (temperature, top_p and top_k applied); greedy: at temperature 1."""
+    """Of each id, under the distribution it was drawn from (temperature, top_p and top_k applied); greedy: at temperature 1.
+    May be empty where the request did not ask for them."""
     finish_reason: FinishReason
     policy_version: int
 
