@@ -184,7 +184,8 @@ class Run:
             self._closing.callback(pool.close)
         ranks = start_ranks(config, plugins)
         self._closing.callback(ranks.close)
-        self.workers = WorkerGroup(ranks, how)
+        engine = plugins.resolve("rollout", config.rollout.engine)
+        self.workers = WorkerGroup(ranks, how, engine.ranks_per_engine(config))
         if pool is not None:
             self.workers.call("start_engine")
             ends = eos_ids(config.model.path, self.tokenizer)

@@ -36,6 +36,10 @@ class HfRollout:
         with torch.device(device):
             self.model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation="sdpa").eval()
 
+    @staticmethod
+    def ranks_per_engine(config: Config) -> int:
+        return 1
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.policy_version = -1
         own = self.model.state_dict(keep_vars=True)

@@ -61,6 +61,10 @@ class Rollout(Protocol):
 
     def __init__(self, config: Config, device: torch.device, rank: int) -> None: ...
 
+    @staticmethod
+    def ranks_per_engine(config: Config) -> int:
+        """How many neighbouring ranks form one engine; they are given the same requests. Import-light, on the driver too."""
+
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """Draw completions, in any order. Raises RuntimeError before the first weights."""
 

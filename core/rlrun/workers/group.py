@@ -33,9 +33,10 @@ class Ranks(Protocol):
 class WorkerGroup:
     """Roles spread over ranks. Splits batches over data-parallel shards and puts results together in the batch's order."""
 
-    def __init__(self, ranks: Ranks, layout: Layout) -> None:
+    def __init__(self, ranks: Ranks, layout: Layout, ranks_per_engine: int = 1) -> None:
         self.ranks = ranks
         self.layout = layout
+        self.ranks_per_engine = ranks_per_engine
         self.roles: dict[str, RoleRequest] = {}
         self.awake = False
         self.version = -1
@@ -95,10 +96,13 @@ class WorkerGroup:
         return {k: Value(1.0, None, "sum") if k.startswith("nonfinite/") else v for k, v in merged.items()}
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[list[Completion]]:
-        """Completions of all requests, rank by rank as they finish. Requests are dealt out in turn."""
-        count = self.ranks.count
-        for _, completions in self.ranks.run("generate", [(list(requests[rank::count]), params) for rank in range(count)]):
-            yield completions
+        """Completions of all requests, engine by engine as they finish. Requests are dealt out in turn."""
+        size = self.ranks_per_engine
+        engines = self.ranks.count // size
+        dealt = [(list(requests[rank // size :: engines]), params) for rank in range(self.ranks.count)]
+        for rank, completions in self.ranks.run("generate", dealt):
+            if rank % size == 0:
+                yield completions
 
     def save(self, role: str, directory: Path, contents: Sequence[str]) -> None:
         self.call("save", role, str(directory), list(contents))

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlrun.batch import Atom, Batch
 from rlrun.config.schema import Config
+from rlrun.memory import empty_cache
 from rlrun.metrics import Value
 from rlrun.plugins import Plugins
 from rlrun.rollout.protocol import Completion, Request, Rollout, SamplingParams
@@ -92,10 +93,12 @@ class Rank:
         self.engine = engine
 
     def sync_weights(self, version: int) -> None:
-        """Give the actor's weights to the engine: first its memory for weights, then the weights, then its cache."""
+        """Give the actor's weights to the engine. Memory is given back before each of the engine's own demands for it."""
         assert self.engine is not None
+        empty_cache(self.device)
         self.engine.wake(["weights"])
         self.engine.load_weights(self.workers["actor"].weights(), version)
+        empty_cache(self.device)
         self.engine.wake(["kv_cache"])
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
