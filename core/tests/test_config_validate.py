@@ -115,6 +115,7 @@ def test_values_alone(load, key, bad, good):
     (["rollout.top_p=0.9"], ["rollout.top_p", "rollout.top_k"]),
     (["rollout.top_k=50"], ["rollout.top_p", "rollout.top_k"]),
     (["rollout.top_p=0.9", "stages=[{steps: 2, algorithm: {correction: token_tis}}, {steps: 2}]"], ["stages.1.algorithm.corr"]),
+    (["stages.0.algorithm={name: sft, loss_aggregation: seq_mean_constant}"], ["loss_aggregation", "sft"]),
     (["stages.0.algorithm.dual_clip=1.1"], ["algorithm.dual_clip = 1.1", "clip_high = 1.2"]),
     (["stages.0.algorithm={dual_clip: 3, loss: cispo}"], ["algorithm.dual_clip", "algorithm.loss cispo"]),
     (["stages.0.algorithm.overlong_buffer=1024"], ["algorithm.overlong_buffer = 1024", "rollout.max_new_tokens = 1024"]),

@@ -69,14 +69,14 @@ def pass_at_k(rewards: Tensor, groups: Tensor, k: int) -> Tensor:
 
 def _best_of(rewards: Tensor, k: int) -> Tensor:
     """`pass_at_k` of one group of more than k. In order of reward, item i (from 0) is the best of C(i, k-1) sets."""
-    n, (r, order) = len(rewards), rewards.sort()
+    n, (r, order) = len(rewards), (rewards - rewards.min()).sort()
     weights = torch.tensor([comb(i, k - 1) / comb(n, k) for i in range(n)], dtype=r.dtype)
     mean = (weights * r).sum()
     std = (weights * (r - mean).square()).sum().sqrt()
-    if std <= _NOISE * (r[-1] - r[0]):
+    if std <= _NOISE * r[-1]:
         return torch.zeros_like(r)
     i, other = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
-    rank = (other - (other > i).long())  # of each other completion, without completion i
+    rank = other - (other > i).long()  # of each other completion, without completion i
     chance = torch.tensor([comb(j, k - 2) / comb(n - 1, k - 1) if k > 1 else 0.0 for j in range(n)], dtype=r.dtype)
     best = torch.where(i == other, 0, chance[rank] * torch.maximum(r[i], r[other])).sum(1) if k > 1 else r
     return torch.empty_like(r).scatter(0, order, (best - mean) / std)

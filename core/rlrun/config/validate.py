@@ -36,10 +36,14 @@ def validate(config: Config, plugins: Plugins) -> None:
 def validate_resolved(config: Config, plugins: Plugins) -> None:
     """Check what depends on the chosen algorithms' classes, whose import loads torch. Raises ConfigError."""
     problems = []
+    size, ranks = plugins.resolve("rollout", config.rollout.engine).ranks_per_engine(config), config.resources.train_ranks
+    if size < 1 or ranks % size:
+        problems.append(f"rollout.engine_args: engines of {size} ranks do not fit in resources.train_ranks = {ranks}")
     for i, stage in enumerate(config.stages):
         online = plugins.resolve("algorithm", stage.algorithm.name).online
-        if online and config.reward.kind is None and not config.reward.parts:
-            problems.append(f"stages.{i}.algorithm.name {stage.algorithm.name} needs reward.kind or reward.parts")
+        if online and not config.rewarded:
+            problems.append(f"stages.{i}.algorithm.name {stage.algorithm.name} needs reward.kind or reward.parts, or "
+                            "environment.name")
         saved = config.checkpoint.save_contents
         if i > 0 and "model" not in saved:
             problems.append(f"stages.{i} goes on with the model of the stage before: checkpoint.save_contents must have model")
@@ -100,6 +104,8 @@ def _names(config: Config, plugins: Plugins) -> Iterator[str]:
     ]
     if config.reward.kind is not None:
         chosen.append(("reward.kind", "reward", config.reward.kind))
+    if config.environment.name is not None:
+        chosen.append(("environment.name", "environment", config.environment.name))
     for key, kind, name in chosen:
         try:
             plugins.provider(kind, name)
@@ -127,6 +133,8 @@ def _sections(config: Config) -> Iterator[str]:
         yield "reward.kind and reward.parts exclude each other; put the kind among the parts"
     if reward.kwargs and reward.kind is None:
         yield "reward.kwargs has no effect without reward.kind; parts have kwargs of their own"
+    if config.environment.kwargs and config.environment.name is None:
+        yield "environment.kwargs has no effect without environment.name"
     longest = data.max_prompt_tokens + rollout.max_new_tokens
     if longest > config.actor.tokens_per_micro_batch:
         yield (f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than "
@@ -194,6 +202,8 @@ def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
                f"{per_update}")
     if algorithm.name in PRESETS:
         yield from _online(config, algorithm, at)
+    if algorithm.loss_aggregation == "seq_mean_constant" and algorithm.name in ("sft", "dpo"):
+        yield f"{at}.loss_aggregation seq_mean_constant divides by rollout.max_new_tokens, which {algorithm.name} has no use for"
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield (f"{at}.kl_estimator k1 as a loss has an expected gradient of zero: take k2 or k3, or {at}.kl_in reward")
     if algorithm.kl_target is not None and algorithm.kl_coef == 0:
