@@ -22,6 +22,11 @@ def plugin_info() -> PluginInfo:
                 "function": "rlrun.rewards.function:FunctionReward",
                 "reasoning_gym": "rlrun.rewards.reasoning_gym:ReasoningGymReward",
                 "math_verify": "rlrun.rewards.math_verify:MathVerifyReward",
+                "model": "rlrun.rewards.model:RewardModel",
+            },
+            "environment": {
+                "calculator": "rlrun.environments.calculator:Calculator",
+                "reasoning_gym": "rlrun.environments.reasoning_gym:ReasoningGymEnvironment",
             },
             "tracker": {
                 "console": "rlrun.trackers.console:Console",

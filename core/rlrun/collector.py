@@ -5,46 +5,23 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from rlrun.batch import Batch
 from rlrun.data.prompts import encode_answer
-from rlrun.metrics import Value
-from rlrun.rewards.protocol import RewardItem, Score
-from rlrun.rollout.protocol import Completion, Request, SamplingParams
+from rlrun.metrics import Value, statistics
 
 if TYPE_CHECKING:
     from rlrun.algorithms.base import Algorithm
     from rlrun.config.schema import Config, StageConfig
     from rlrun.data.sample import Sample
     from rlrun.data.sampler import Sampler
-    from rlrun.rewards.pool import RewardPool
-    from rlrun.workers.group import WorkerGroup
+    from rlrun.generation import Generator, Rollouts
+    from rlrun.rewards.protocol import Score
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """Scored completions of one sample each, in order of request."""
-
-    samples: list[Sample]
-    groups: list[int]
-    completions: list[Completion]
-    scores: list[Score]
-    texts: list[str]
-
-    def records(self) -> list[dict[str, Any]]:
-        """One JSON-able record a completion, for dumps."""
-        return [
-            {"uid": s.uid, "group": g, "data_source": s.data_source, "prompt": s.prompt, "completion": t, "answer": s.answer,
-             "reward": score.reward, "correct": score.correct, "parts": dict(score.parts), "error": score.error,
-             "pred": score.pred, "tokens": len(c.ids), "finish_reason": c.finish_reason, "policy_version": c.policy_version}
-            for s, g, c, score, t in zip(self.samples, self.groups, self.completions, self.scores, self.texts, strict=True)
-        ]
 
 
 class Collector(Protocol):
@@ -55,41 +32,6 @@ class Collector(Protocol):
 
     def records(self) -> list[dict[str, Any]]:
         """The last batch's completions, for dumps."""
-
-
-class Generator:
-    """Generation and scoring, as training and validation share them: rewards are computed while ranks still generate."""
-
-    def __init__(self, config: Config, workers: WorkerGroup, pool: RewardPool, tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
-        self.config = config
-        self.workers = workers
-        self.pool = pool
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-
-    def params(self, temperature: float, top_p: float, top_k: int) -> SamplingParams:
-        r = self.config.rollout
-        return SamplingParams(temperature, r.max_new_tokens, self.eos_ids, top_p, top_k, tuple(r.stop), self.config.run.seed)
-
-    def run(self, draws: Sequence[tuple[int, Sample]], keys: Sequence[str], params: SamplingParams) -> Rollouts:
-        """A completion for each (group, sample), drawn with the noise of its key, and its score."""
-        requests = [Request(i, s.prompt_ids, key) for i, ((_, s), key) in enumerate(zip(draws, keys, strict=True))]
-        completions: dict[int, Completion] = {}
-        texts: dict[int, str] = {}
-        scoring: dict[int, Any] = {}
-        for finished in self.workers.generate(requests, params):
-            for completion in finished:
-                completions[completion.index] = completion
-                texts[completion.index] = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-            samples = [draws[c.index][1] for c in finished]
-            items = [RewardItem(s.prompt, texts[c.index], s.answer, s.data_source, s.extra)
-                     for c, s in zip(finished, samples, strict=True)]
-            scoring.update(zip((c.index for c in finished), self.pool.submit(items), strict=True))
-        order = range(len(draws))
-        return Rollouts(
-            [s for _, s in draws], [g for g, _ in draws], [completions[i] for i in order],
-            self.pool.collect([scoring[i] for i in order]), [texts[i] for i in order],
-        )
 
 
 class RolloutCollector:
@@ -121,6 +63,9 @@ class RolloutCollector:
             kept += [g for g, keep in zip(groups, self.algorithm.select(groups), strict=True) if keep]
         metrics = {"rollout/rounds": Value(rounds, 1.0), "rollout/kept_groups_ratio": Value(len(kept), drawn),
                    **reward_metrics(score for rollouts in self.last for score in rollouts.scores)}
+        if self.config.environment.name is not None:
+            turns = [sum(p.by == "policy" for p in e.parts) for rollouts in self.last for e in rollouts.episodes]
+            metrics |= statistics("rollout/turns", torch.tensor(turns))
         if len(kept) < wanted:
             log.warning("step %d: %d of %d prompts are left after %d rounds", step, len(kept), wanted, rounds)
         if not kept:
@@ -191,27 +136,26 @@ def answer_batch(rows: Sequence[tuple[int, Sample]], algorithm: Algorithm, token
 
 
 def to_batch(rollouts: Rollouts, rows: Sequence[int]) -> Batch:
-    """Completions as a batch: prompts outside `loss_mask`, all completion tokens inside, by their true lengths."""
-    samples = [rollouts.samples[i] for i in rows]
-    completions = [rollouts.completions[i] for i in rows]
+    """Episodes as a batch: what the policy drew inside `loss_mask`, prompts and environments outside, by true lengths."""
+    episodes = [rollouts.episodes[i] for i in rows]
     return Batch.from_sequences(
         [
             {
-                "ids": [*s.prompt_ids, *c.ids],
-                "loss_mask": [False] * len(s.prompt_ids) + [True] * len(c.ids),
-                "rollout_log_probs": [0.0] * len(s.prompt_ids) + list(c.log_probs),
+                "ids": e.stream,
+                "loss_mask": [False] * len(e.sample.prompt_ids) + e.loss_mask,
+                "rollout_log_probs": [0.0] * len(e.sample.prompt_ids) + e.log_probs,
             }
-            for s, c in zip(samples, completions, strict=True)
+            for e in episodes
         ],
         {
-            "uid": [s.uid for s in samples],
-            "group": torch.tensor([rollouts.groups[i] for i in rows]),
+            "uid": [e.sample.uid for e in episodes],
+            "group": torch.tensor([e.group for e in episodes]),
             "reward": torch.tensor([rollouts.scores[i].reward for i in rows], dtype=torch.float32),
             "correct": torch.tensor([rollouts.scores[i].correct for i in rows], dtype=torch.float32),
-            "data_source": [s.data_source for s in samples],
-            "finish_reason": [c.finish_reason for c in completions],
-            "policy_version": torch.tensor([c.policy_version for c in completions]),
-            "prompt_length": torch.tensor([len(s.prompt_ids) for s in samples]),
+            "data_source": [e.sample.data_source for e in episodes],
+            "finish_reason": [e.finish_reason for e in episodes],
+            "policy_version": torch.tensor([e.policy_version for e in episodes]),
+            "prompt_length": torch.tensor([len(e.sample.prompt_ids) for e in episodes]),
         },
     )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 API_VERSION = 1
 """Raised when a hook or descriptor changes so that older plugins break."""
 
-KINDS = ("backend", "algorithm", "rollout", "reward", "tracker", "source")
+KINDS = ("backend", "algorithm", "rollout", "reward", "environment", "tracker", "source")
 """Kinds of things that a plugin can provide by name."""
 
 hookspec = pluggy.HookspecMarker("rlrun")

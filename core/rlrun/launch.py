@@ -17,19 +17,20 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rlrun.checkpoint import Checkpoint, Checkpoints, find
-from rlrun.collector import AnswerCollector, Collector, Generator, RolloutCollector
+from rlrun.collector import AnswerCollector, Collector, RolloutCollector
 from rlrun.config.changes import changes
 from rlrun.config.load import save_resolved
 from rlrun.config.validate import validate_resolved
 from rlrun.data.prompts import Samples, load_data
 from rlrun.data.sampler import Sampler
 from rlrun.errors import ConfigError, ExitCode, RankError, RunError
+from rlrun.generation import Generator, make_scorers
 from rlrun.models.loading import eos_ids, load_tokenizer
-from rlrun.rewards.pool import RewardPool
+from rlrun.rewards.model import ROLE
 from rlrun.trackers.jsonl import Jsonl, cut_back
 from rlrun.trainer import Trainer
 from rlrun.workers.group import Ranks, WorkerGroup
-from rlrun.workers.protocol import Layout
+from rlrun.workers.protocol import Layout, RoleRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,18 +179,15 @@ class Run:
             self.sampler.load_state_dict(resumed.state["sampler"])
         self.total_steps = sum(self.stage_steps(stage) for stage in config.stages)
         how = layout(config, plugins)
-        pool = None
-        if generates(config, plugins):
-            pool = RewardPool(config.reward, plugins.provided("reward"), plugins.files())
-            self._closing.callback(pool.close)
+        scorers = make_scorers(config, plugins, self._closing) if generates(config, plugins) else None
         ranks = start_ranks(config, plugins)
         self._closing.callback(ranks.close)
         engine = plugins.resolve("rollout", config.rollout.engine)
         self.workers = WorkerGroup(ranks, how, engine.ranks_per_engine(config))
-        if pool is not None:
+        if scorers is not None:
             self.workers.call("start_engine")
             ends = eos_ids(config.model.path, self.tokenizer)
-            self.generator = Generator(config, self.workers, pool, self.tokenizer, ends)
+            self.generator = Generator(config, self.workers, self.tokenizer, ends, *scorers)
         save_resolved(config, self.directory / "config.yaml")
         (self.directory / "plugins.json").write_text(json.dumps(plugins.manifest(), indent=1))
         plugins.copy_files_to(self.directory)
@@ -197,6 +195,11 @@ class Run:
         for tracker in chosen:
             self.trackers.append(tracker(self.directory, self.total_steps, self.resumed_step))
             self._closing.callback(self._end, self.trackers[-1])
+
+    def reward_roles(self) -> dict[str, RoleRequest]:
+        """The role that rewards need besides those of the algorithm."""
+        model = self.generator.model if self.generator else None
+        return {ROLE: model.request} if model else {}
 
     def stage_steps(self, stage: StageConfig) -> int:
         return stage_steps(stage, self.sampler)
@@ -291,7 +294,7 @@ def prompts(config: Config, plugins: Plugins) -> tuple[PreTrainedTokenizerBase, 
 def generates(config: Config, plugins: Plugins) -> bool:
     """Whether the run needs an engine: for a stage, or for validation by rewards."""
     online = (plugins.resolve("algorithm", stage.algorithm.name).online for stage in config.stages)
-    return any(online) or bool(config.data.validation and (config.reward.kind or config.reward.parts))
+    return any(online) or bool(config.data.validation and config.rewarded)
 
 
 def stage_steps(stage: StageConfig, sampler: Sampler) -> int:

@@ -58,6 +58,13 @@ def results(merged: Mapping[str, Value]) -> dict[str, float]:
     return {name: float(value.result) for name, value in merge([merged]).items() if value.count != 0}
 
 
+def of_role(role: str, update: Mapping[str, Value]) -> dict[str, Value]:
+    """What an update says of itself, under its role's name, as means over a step's updates."""
+    own = ("grad_norm", "lr", "skipped")
+    names = {k: f"{role}/{k}" for k in own} | {f"nonfinite/{k}": f"nonfinite/{role}/{k}" for k in own}
+    return {names.get(k, k): Value(v.total, 1.0) if k in own else v for k, v in update.items()}
+
+
 def statistics(name: str, values: Tensor) -> dict[str, Value]:
     """`name`/mean, /max and /min of a tensor of numbers; nothing of an empty one."""
     if not values.numel():

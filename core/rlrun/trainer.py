@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlrun import validation
 from rlrun.batch import Batch
 from rlrun.errors import RunError, Terminated
 from rlrun.hookspecs import Step
-from rlrun.metrics import Value, data_metrics, merge, performance_metrics, results, timing_metrics
+from rlrun.metrics import Value, data_metrics, merge, of_role, performance_metrics, results, timing_metrics
+from rlrun.validation import validate
 from rlrun.workers.protocol import RoleRequest
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Trainer:
         algorithm = self.run.algorithm(stage)
         config = self.config
         actor = RoleRequest(True, config.model.path, config.model.dtype, optim=stage.optim or config.actor.optim)
-        requests = {"actor": actor, **algorithm.roles()}
+        requests = {"actor": actor, **algorithm.roles(), **self.run.reward_roles()}
         self.run.workers.keep(requests)
         for role, request in requests.items():
             path = request.path or self.run.policy_path(self.stage_start)
@@ -139,7 +139,7 @@ class Trainer:
                         update = self.run.workers.update(
                             role, mini, loss, denominators, algorithm.temperature, algorithm.atom)
                     self._count_skips(role, update)
-                    parts.append(_prefixed(role, update))
+                    parts.append(of_role(role, update))
                 batch.tokens.pop("gap_mask", None)  # from the second update on, the trainer's policy has moved
         data, ranks = self.config.data, self.config.resources.train_ranks
         described = data_metrics(batch, self.config.rollout.max_new_tokens, data.max_prompt_tokens)
@@ -185,18 +185,12 @@ class Trainer:
             yield batch.select([row for rows in groups[start : start + size] for row in rows])
 
     def _validate(self, algorithm: Algorithm, force: bool) -> dict[str, float]:
-        v = self.config.validation
-        if not self.run.validation or not (force or (v.every and self.step % v.every == 0)):
+        every = self.config.validation.every
+        if not self.run.validation or not (force or (every and self.step % every == 0)):
             return {}
-        metrics: dict[str, float] = {}
         with self._phase("testing"):
-            if not algorithm.online:
-                metrics = validation.evaluate(self.run, algorithm)
-            if self.run.generator is not None:
-                self.run.workers.sync(self.step)
-                generated, records = validation.generate(self.run, self.run.generator)
-                self._dump(records, f"validation_{self.step:06d}", 1)
-                metrics |= generated
+            metrics, records = validate(self.run, algorithm, self.step)
+        self._dump(records, f"validation_{self.step:06d}", 1)
         return metrics
 
     def _save(self, state: dict[str, Any], final: bool) -> None:
@@ -250,10 +244,3 @@ class Trainer:
         self.run.phase(name)
         yield
         self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
-
-
-def _prefixed(role: str, update: dict[str, Value]) -> dict[str, Value]:
-    """What an update says of itself, under its role's name, as means over a step's updates."""
-    own = ("grad_norm", "lr", "skipped")
-    names = {k: f"{role}/{k}" for k in own} | {f"nonfinite/{k}": f"nonfinite/{role}/{k}" for k in own}
-    return {names.get(k, k): Value(v.total, 1.0) if k in own else v for k, v in update.items()}

@@ -9,8 +9,18 @@ from rlrun.metrics import results, validation_metrics
 
 if TYPE_CHECKING:
     from rlrun.algorithms.base import Algorithm
-    from rlrun.collector import Generator
+    from rlrun.generation import Generator
     from rlrun.launch import Run
+
+
+def validate(run: Run, algorithm: Algorithm, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics of the policy after `step` steps, and records of completions where any were drawn."""
+    metrics = {} if algorithm.online else evaluate(run, algorithm)
+    if run.generator is None:
+        return metrics, []
+    run.workers.sync(step)
+    generated, records = generate(run, run.generator)
+    return metrics | generated, records
 
 
 def evaluate(run: Run, algorithm: Algorithm) -> dict[str, float]:
@@ -29,7 +39,7 @@ def evaluate(run: Run, algorithm: Algorithm) -> dict[str, float]:
 
 
 def generate(run: Run, generator: Generator) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics of scored completions (see `validation_metrics`), and their records. The engines must have the weights."""
+    """Metrics of scored completions (see `validation_metrics`), and their records."""
     v = run.config.validation
     rows = [(i, s) for i, s in enumerate(run.validation) for _ in range(v.samples_per_prompt)]
     keys = [f"validation|{s.uid}|{n}" for s in run.validation for n in range(v.samples_per_prompt)]

@@ -217,7 +217,7 @@ def test_online_stage_without_reward(tmp_path, monkeypatch):
 
     check("data.validation=${data.train}", "stages.0.algorithm.name=offline")
     assert refused(check, "stages.0.algorithm.name=online") == (
-        "stages.0.algorithm.name online needs reward.kind or reward.parts")
+        "stages.0.algorithm.name online needs reward.kind or reward.parts, or environment.name")
 
 
 def test_built_in_names_are_what_they_say():

@@ -32,7 +32,7 @@ def equation_7(log_probs, batch):
     ratios = [(a - b)[mask].sum() for a, b, mask in zip(
         log_probs.split(batch.lengths.tolist()), batch.tokens["ref_log_probs"].split(batch.lengths.tolist()),
         batch.tokens["loss_mask"].split(batch.lengths.tolist()))]
-    margins = torch.stack([BETA * ratios[w] - BETA * ratios[l] for w, l in ((0, 3), (1, 2), (5, 4))])
+    margins = torch.stack([BETA * ratios[w] - BETA * ratios[lost] for w, lost in ((0, 3), (1, 2), (5, 4))])
     return -torch.log(1 / (1 + torch.exp(-margins))).mean(), margins
 
 

@@ -90,7 +90,7 @@ class RolloutConfig:
 
 @dataclass
 class RewardPart:
-    kind: str = opt(MISSING, "a reward of a listed plugin or a built-in one: function, reasoning_gym, math_verify")
+    kind: str = opt(MISSING, "a reward of a listed plugin or a built-in one: function, reasoning_gym, math_verify, model")
     weight: float = opt(1.0, "factor in the weighted sum")
     kwargs: dict[str, Any] = opt({}, "arguments of the reward's constructor")
 
@@ -104,6 +104,14 @@ class RewardConfig:
     on_error: str = opt("zero", "an exception or time-out gives reward 0, drops the sample, or ends the run",
                         choices=("zero", "drop", "raise"))
     processes: int = opt(1, "scoring processes", gt=0)
+
+
+@dataclass
+class EnvironmentConfig:
+    name: Optional[str] = opt(None, "calculator, reasoning_gym, or an environment of a listed plugin; default: a single turn")
+    max_turns: int = opt(8, "most replies of the policy to one prompt; together with what the environment says they end at "
+                            "data.max_prompt_tokens + rollout.max_new_tokens", gt=0)
+    kwargs: dict[str, Any] = opt({}, "arguments of the environment's constructor")
 
 
 @dataclass
@@ -242,6 +250,13 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether anything says how good a completion is."""
+        return bool(self.reward.kind or self.reward.parts or self.environment.name)
+
     stages: list[StageConfig] = opt([], "stages in order; the global step goes on, optimizer and schedule restart")
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)

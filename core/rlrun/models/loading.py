@@ -41,20 +41,23 @@ def load_config(path: str) -> PretrainedConfig:
     return config
 
 
-def load_policy(path: str, head: Literal["lm", "value"], dtype: torch.dtype, seed: int = 0) -> PolicyModel:
+def load_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.dtype, seed: int = 0) -> PolicyModel:
     """The model of a folder on the CPU, its parameters in `dtype`.
 
     A value model comes from a folder that `export` wrote, or from any causal language model with a fresh head drawn
-    from `seed`. Raises ValueError where weights are missing or the architecture is not supported.
+    from `seed`; "score" is a sequence classifier with one output. Raises ValueError where weights are missing or the
+    architecture is not supported.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    auto: Any = AutoModelForCausalLM if head == "lm" else AutoModel
+    auto: Any = {"lm": AutoModelForCausalLM, "value": AutoModel, "score": AutoModelForSequenceClassification}[head]
     model, info = auto.from_pretrained(path, config=load_config(path), dtype=dtype, output_loading_info=True)
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"{path}: weights missing or of another shape: "
                          f"{sorted([*info['missing_keys'], *map(str, info['mismatched_keys'])])[:5]}")
     policy = PolicyModel(model.eval(), head).eval()
+    if head == "score":
+        return policy
     if head == "lm":
         check_logits(policy)
     elif (Path(path) / VALUE_HEAD).is_file():

@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 
     from rlrun.workers.protocol import SequenceParallel
 
-OUTPUTS = {"lm": frozenset({"log_probs", "entropy"}), "value": frozenset({"values"})}
+OUTPUTS = {"lm": frozenset({"log_probs", "entropy"}), "value": frozenset({"values"}), "score": frozenset({"values"})}
 """What a model with each kind of head computes."""
 
 
 class PolicyModel(nn.Module):
-    """A causal language model with its own head ("lm"), or its backbone with a scalar head ("value").
+    """A causal language model with its own head ("lm"), its backbone with a scalar head ("value"), or a sequence classifier
+    with one output ("score").
 
     The step from hidden states to log-probabilities is inside, because the weights of a sharded output layer exist only
     during this module's forward.
     """
 
-    def __init__(self, model: PreTrainedModel, head: Literal["lm", "value"]) -> None:
+    def __init__(self, model: PreTrainedModel, head: Literal["lm", "value", "score"]) -> None:
         super().__init__()
         self.model = model
         self.head = head
@@ -37,6 +38,8 @@ class PolicyModel(nn.Module):
         self.config = model.config.get_text_config()
         self.scale, self.softcap = logit_transform(self.config)
         self.compiled = False
+        if head == "score" and getattr(getattr(model, "score", None), "out_features", None) != 1:
+            raise ValueError(f"{type(model).__name__} has no layer `score` with one output")
         if head == "value":
             self.value_head = nn.Linear(self.config.hidden_size, 1, device=model.device, dtype=model.dtype)
         enable_packed_attention(model)
@@ -95,8 +98,9 @@ class PolicyModel(nn.Module):
         return outputs
 
     def _head(self, hidden: Tensor, targets: Tensor, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
-        if self.head == "value":
-            return {"values": self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]}
+        if self.head != "lm":
+            layer = self.value_head if self.head == "value" else self.model.score
+            return {"values": layer(hidden.to(layer.weight.dtype))[:, 0]}
         layer = self.model.get_output_embeddings()
         log_probs, entropy = chosen_log_probs(hidden, layer.weight, layer.bias, targets, temperature, self.scale,
                                               self.softcap, entropy="entropy" in want, compiled=self.compiled)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing.context
 import os
 import pickle
 import signal
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,16 +19,17 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
 from rlrun.rewards import scoring
+from rlrun.rewards.errors import OnError
 from rlrun.rewards.protocol import RewardItem, Score
 
 if TYPE_CHECKING:
-    from rlrun.config.schema import RewardConfig
-
-log = logging.getLogger(__name__)
+    from rlrun.config.schema import RewardConfig, RewardPart
 
 _START_LIMIT_S = 300.0
 _TASK_S = 0.01
 _LARGEST_TASK = 32
+MODEL = "model"
+"""The kind of reward that the ranks work out, not a process: `rlrun.rewards.model`."""
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)
 Scored = list[tuple[Score, str]]
 
@@ -55,19 +54,17 @@ class Ticket(NamedTuple):
 class RewardPool:
     """Scores samples as `config` says, in `config.processes` processes that are killed and replaced when time is up.
 
-    `resolve` maps kinds to "package.module:Class"; `plugin_files` are (module name, file) pairs to import first. Raises
-    ValueError where there is no such reward, or one cannot be made. Errors are named in the log once a kind, and
-    counted in `errors`.
+    `parts` are rewards (see `part_specs`), or one environment, whose samples are `Turn`s and whose scores `Answer`s.
+    `plugin_files` are (module name, file) pairs to import first. Raises ValueError where a part cannot be made.
     """
 
     def __init__(
-        self, config: RewardConfig, resolve: Mapping[str, str], plugin_files: Sequence[tuple[str, str]] = ()
+        self, config: RewardConfig, parts: Sequence[scoring.PartSpec], plugin_files: Sequence[tuple[str, str]] = ()
     ) -> None:
         self.config = config
-        self.parts = part_specs(config, resolve)
+        self.parts = list(parts)
         self.plugin_files = [(name, os.path.abspath(path)) for name, path in plugin_files]
-        self.errors: Counter[str] = Counter()
-        """Samples that could not be scored, by kind of error, since the start."""
+        self.errors = OnError(config.on_error)
         self._seconds = _TASK_S
         # Linux ties a child's life to the thread that started it, so the first ones need a thread that stays
         self._starter = ThreadPoolExecutor(1)
@@ -85,7 +82,7 @@ class RewardPool:
 
     def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
         """Wait for the scores, in the order of the tickets. Raises RuntimeError for an error if on_error is raise."""
-        return [self._settle(*self._scored(ticket.task)[ticket.place], ticket) for ticket in tickets]
+        return [self.errors.settle(*self._scored(t.task)[t.place], t.task.items[t.place]) for t in tickets]
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return self.collect(self.submit(items))
@@ -156,38 +153,32 @@ class RewardPool:
             return "crash: the scoring process died at once, three times"
         return " ".join(f"{type(error).__name__}: {error}".split())
 
-    def _settle(self, score: Score, trace: str, ticket: Ticket) -> Score:
-        if score.error is None:
-            return score
-        item = ticket.task.items[ticket.place]
-        kind = score.error.split(": ")[0] if trace == "" else ": ".join(score.error.split(": ")[:2])
-        self.errors[kind] += 1
-        what = f"reward of a {item.data_source} sample: {score.error}; the completion begins {item.completion[:80]!r}"
-        if self.config.on_error == "raise":
-            raise RuntimeError(f"{what} (reward.on_error is raise)\n{trace}")
-        if self.errors[kind] == 1:
-            log.warning("%s. Such samples %s (reward.on_error). Further ones are counted, not named.\n%s", what,
-                        "get reward 0" if self.config.on_error == "zero" else "are dropped", trace)
-        return score if self.config.on_error == "zero" else replace(score, reward=None)
-
 
 def part_specs(config: RewardConfig, resolve: Mapping[str, str]) -> list[scoring.PartSpec]:
-    """The parts of the weighted sum. A second part of a kind is named kind_2. Raises ValueError for an unknown kind."""
-    from rlrun.config.schema import RewardPart
-
-    if config.kind is not None and config.parts:
-        raise ValueError("reward.kind and reward.parts are both set: use one")
-    parts = config.parts if config.kind is None else [RewardPart(kind=config.kind, kwargs=config.kwargs)]
-    if not parts:
-        raise ValueError("there is no reward: set reward.kind or reward.parts")
+    """The parts of the weighted sum that processes work out (all but a reward model). A second part of a kind is named
+    kind_2. `resolve` maps kinds to "package.module:Class"; raises ValueError for an unknown kind."""
     specs: list[scoring.PartSpec] = []
-    for part in parts:
+    for part in reward_parts(config):
+        if part.kind == MODEL:
+            continue
         if part.kind not in resolve:
             raise ValueError(f"there is no reward {part.kind!r}; there is {', '.join(sorted(resolve))}")
         same = sum(spec.path == resolve[part.kind] for spec in specs)
         name = part.kind if not same else f"{part.kind}_{same + 1}"
         specs.append(scoring.PartSpec(name, resolve[part.kind], part.weight, dict(part.kwargs)))
     return specs
+
+
+def reward_parts(config: RewardConfig) -> list[RewardPart]:
+    """All parts, also where there is one given by kind. Raises ValueError for both, or for two reward models."""
+    from rlrun.config.schema import RewardPart
+
+    if config.kind is not None and config.parts:
+        raise ValueError("reward.kind and reward.parts are both set: use one")
+    parts = config.parts if config.kind is None else [RewardPart(kind=config.kind, kwargs=config.kwargs)]
+    if sum(part.kind == MODEL for part in parts) > 1:
+        raise ValueError(f"reward.parts has two of kind {MODEL}; the ranks hold one reward model")
+    return parts
 
 
 def _kill_group(pid: int | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib
+import inspect
 import math
 import numbers
 import os
@@ -15,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlrun.environments.protocol import Answer, Turn
 from rlrun.rewards.function import load_file
-from rlrun.rewards.protocol import Reward, RewardItem, Score
+from rlrun.rewards.protocol import RewardItem, Score
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,7 +39,8 @@ class PartSpec:
     kwargs: Mapping[str, Any]
 
 
-_parts: list[tuple[PartSpec, Reward]] = []
+_parts: list[tuple[PartSpec, Any]] = []
+"""The rewards of the weighted sum, or the one environment."""
 _failure: str | None = None
 
 
@@ -74,7 +78,7 @@ def score(items: Sequence[RewardItem]) -> tuple[list[tuple[Score, str]], float]:
     if _failure is not None:
         raise RewardUnusableError(_failure)
     began = time.perf_counter()
-    return [_score(item) for item in items], time.perf_counter() - began
+    return [_step(item) if isinstance(item, Turn) else _score(item) for item in items], time.perf_counter() - began
 
 
 def _score(item: RewardItem) -> tuple[Score, str]:
@@ -86,8 +90,7 @@ def _score(item: RewardItem) -> tuple[Score, str]:
         try:
             outcome = _checked(reward(item))
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            line = " ".join(f"{part.name}: {type(error).__name__}: {error}".split())
-            return Score(0.0, 0.0, error=line), traceback.format_exc()
+            return _failed(part, error)
         value = outcome.pop("score")
         total += part.weight * value
         first = first if logged else value
@@ -96,6 +99,39 @@ def _score(item: RewardItem) -> tuple[Score, str]:
         logged[part.name] = value
         logged |= {f"{part.name}/{name}": number for name, number in outcome.items()}
     return Score(total, first if correct is None else correct, logged, pred), ""
+
+
+def _step(turn: Turn) -> tuple[Score, str]:
+    [(part, environment)] = _parts
+    try:
+        state = _awaited(environment.reset(turn)) if turn.first else turn.state
+        messages, reward, done = _awaited(environment.step(state, turn.messages))
+        outcome = _checked(reward)
+        if not done and not messages:
+            raise ValueError("the environment goes on, but returned no message")
+        if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and m.get("role") for m in messages):
+            raise TypeError(f"messages must have role and content, a text; the environment returned {messages!r}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return _failed(part, error)
+    value = outcome.pop("score")
+    correct, pred = outcome.pop("correct", value), outcome.pop("pred", None)
+    numbers = {f"{part.name}/{name}": number for name, number in outcome.items()}
+    return Answer(value, correct, numbers, pred, messages=[dict(m) for m in messages], done=bool(done), state=state), ""
+
+
+def _awaited(result: Any) -> Any:
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait())
+
+
+def _failed(part: PartSpec, error: BaseException) -> tuple[Score, str]:
+    line = " ".join(f"{part.name}: {type(error).__name__}: {error}".split())
+    return Score(0.0, 0.0, error=line), traceback.format_exc()
 
 
 def _checked(returned: Any) -> dict[str, Any]:

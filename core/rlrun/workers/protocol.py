@@ -45,7 +45,9 @@ class RoleRequest:
     path: str | None
     """Folder of the initial model; None: the policy as it is when the stage begins."""
     dtype: str
-    head: Literal["lm", "value"] = "lm"
+    head: Literal["lm", "value", "score"] = "lm"
+    """A language model's own head; a scalar head of our own on its backbone; or a sequence classifier's own single output,
+    which, like that of "value", is called `values`."""
     optim: OptimConfig | None = None
 
 
