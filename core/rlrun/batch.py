@@ -120,10 +120,10 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with all tensors on `device`."""
         return Batch(
-            self.cu_seqlens.to(device),
-            {name: column.to(device) for name, column in self.tokens.items()},
-            {n: c.to(device) if isinstance(c, Tensor) else c for n, c in self.sequences.items()},
-            {n: [x.to(device) if isinstance(x, Tensor) else x for x in c] for n, c in self.ragged.items()},
+            to_device(self.cu_seqlens, device),
+            {name: to_device(column, device) for name, column in self.tokens.items()},
+            {n: to_device(c, device) if isinstance(c, Tensor) else c for n, c in self.sequences.items()},
+            {n: [to_device(x, device) if isinstance(x, Tensor) else x for x in c] for n, c in self.ragged.items()},
         )
 
     def sums(self, column: Tensor) -> Tensor:
@@ -160,6 +160,13 @@ class Batch:
         for row, key in enumerate(torch.as_tensor(self.sequences[atom]).tolist()):
             rows.setdefault(key, []).append(row)
         return list(rows.values())
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on `device`; on its way to a GPU, this process waits for nothing that the GPU has yet to do."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 _DTYPES = {"ids": torch.int64, "loss_mask": torch.bool, "gap_mask": torch.bool}

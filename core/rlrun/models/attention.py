@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from rlrun.batch import to_device
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -46,7 +48,7 @@ class Packed:
         lengths = [n for n in cu_seqlens.diff().tolist() if n > 0]
         runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
         kept = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return Packed(kept.to(device or cu_seqlens.device), runs, max(lengths, default=0))
+        return Packed(to_device(kept, device or cu_seqlens.device), runs, max(lengths, default=0))
 
     @property
     def total(self) -> int:
@@ -107,7 +109,7 @@ def _varlen_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scal
     return output
 
 
-@torch.compiler.disable  # the loop over lengths would be compiled anew for each row
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the loop over lengths would be compiled anew for each row
 def _segments(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None, window: int | None,
               softcap: float | None) -> Tensor:
     """SDPA, one call for each run of sequences of equal length: no padding, no mask over the whole row."""

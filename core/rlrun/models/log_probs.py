@@ -32,7 +32,7 @@ def chosen_log_probs(
     time and are computed again in the backward pass; `compiled`, they are read once or twice there instead of at each of
     the steps below.
     """
-    chunk = chunk or max(64, (2**26 if hidden.is_cuda else 2**21) // weight.shape[0])
+    chunk = chunk or max(64, (2**27 if hidden.is_cuda else 2**21) // weight.shape[0])
     log_probs, entropies = _ChosenLogProbs.apply(
         hidden, weight, bias, targets, (temperature, scale, softcap), entropy, chunk, compiled)
     return log_probs, entropies if entropy else None
@@ -63,7 +63,7 @@ def _outputs(raw: Tensor, targets: Tensor, transform: Transform, entropy: bool) 
 
 def _gradient(raw: Tensor, targets: Tensor, norms: Tensor, entropies: Tensor, d_log_probs: Tensor, d_entropies: Tensor,
               transform: Transform, entropy: bool) -> Tensor:
-    """Gradient of the raw logits [n, V], in their dtype."""
+    """Gradient of the raw logits [n, V], in their place."""
     temperature, scale, softcap = transform
     logits = _tempered(raw, transform)
     all_log_probs = logits - norms[:, None]
@@ -75,7 +75,7 @@ def _gradient(raw: Tensor, targets: Tensor, norms: Tensor, entropies: Tensor, d_
     d_logits = torch.where(chosen, d_chosen, 0.0) - all_log_probs.exp() * factor
     if softcap is not None:
         d_logits = d_logits * (1 - (logits * (temperature / softcap)).square())
-    return (d_logits * (scale / temperature)).to(raw.dtype)
+    return raw.copy_(d_logits * (scale / temperature))
 
 
 @cache
@@ -116,6 +116,7 @@ class _ChosenLogProbs(torch.autograd.Function):
             _add_product(d_weight, d_raw.T, hidden[part])
             if d_bias is not None:
                 d_bias += d_raw.sum(0)
+            del raw, d_raw
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None
 

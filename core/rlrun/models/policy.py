@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlrun.batch import to_device
 from rlrun.models.attention import Packed, enable_packed_attention
 from rlrun.models.log_probs import chosen_log_probs
 
@@ -61,7 +62,7 @@ class PolicyModel(nn.Module):
     def compile_layers(self) -> None:
         """Compile each decoder layer, once for rows of any length, and what turns logits into log-probabilities."""
         for layer in self.layers:  # forward alone: hooks around it, such as FSDP's, stay outside of the graph
-            layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         self.compiled = True
 
     def forward(
@@ -85,11 +86,11 @@ class PolicyModel(nn.Module):
         # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
         rows = (ids, position_ids, ids.roll(-1), loss_mask.roll(-1))
         local_ids, positions, targets, mask = rows if sp is None else map(sp.shard, rows)
+        chosen = to_device(mask.nonzero()[:, 0], ids.device)
         hidden = self.model.base_model(
             input_ids=local_ids[None], position_ids=positions[None], use_cache=False,
             packed=Packed.of(cu_seqlens, ids.device),
         ).last_hidden_state[0]
-        chosen = mask.nonzero()[:, 0].to(ids.device)
         outputs = {}
         for name, values in self._head(hidden.index_select(0, chosen), targets[chosen], want, temperature).items():
             column = values.new_zeros(mask.shape[0]).index_put((chosen,), values)

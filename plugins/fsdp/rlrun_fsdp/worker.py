@@ -114,7 +114,8 @@ class FsdpWorker:
         columns = {name: torch.zeros(batch.num_tokens, dtype=self.master) for name in want}
         done: list[tuple[Tensor, dict[str, Tensor]]] = []
         with torch.no_grad():
-            for micro, there in self._micro_batches(plain, "sequence"):
+            for rows in self._micro_batches(plain, "sequence"):
+                micro, there = self._select(plain, rows)
                 outputs = self._outputs(micro, there, want, temperature)
                 if micro.num_tokens:
                     done.append((micro.tokens["index"], outputs))
@@ -134,8 +135,10 @@ class FsdpWorker:
         self.optimizer.zero_grad()
         sums: dict[tuple[str, Kind], Tensor] = {}
         parts = self._micro_batches(batch, atom)
-        for number, (micro, there) in enumerate(parts, 1):
+        for number, rows in enumerate(parts, 1):
+            micro, there = self._select(batch, rows)
             if self.keep_gathered:
+                assert isinstance(self.model, FSDPModule)
                 self.model.set_requires_gradient_sync(number == len(parts))
                 self.model.set_reshard_after_backward(number == len(parts))
             outputs = self._outputs(micro, there, self.spec.want, temperature)
@@ -158,7 +161,8 @@ class FsdpWorker:
         grads = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
         square = get_total_norm(grads).double().square()
         dist.all_reduce(square, group=self.shard_group)
-        norm = math.sqrt(float(square)) if torch.isfinite(square) else math.inf
+        total = float(square)
+        norm = math.sqrt(total) if math.isfinite(total) else math.inf
         skipped = math.isinf(norm)
         if not skipped:
             if 0 < self.optim.clip_grad < norm:
@@ -185,9 +189,8 @@ class FsdpWorker:
                             Value(math.fsum(numbers) / shards, denominators[kind] / shards))
         return values
 
-    def _micro_batches(self, batch: Batch, atom: Atom) -> list[tuple[Batch, Batch]]:
-        """Micro-batches, on the CPU and on the device; as many on every rank, some empty. Sequences are sorted by length
-        (see `Packed.runs`). All are copied at once, so that no copy waits for a device at work."""
+    def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
+        """Rows of each micro-batch, sorted by length (see `Packed.runs`); as many on every rank, some empty."""
         starts = batch.cu_seqlens[:-1][batch.lengths > 0]
         if batch.num_tokens and bool(batch.tokens["loss_mask"][starts].any()):
             raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
@@ -196,12 +199,13 @@ class FsdpWorker:
         count = torch.tensor(len(parts), device=self.spec.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         parts += [[]] * (int(count) - len(parts))
-        micros = []
-        for rows in parts:
-            micro = batch.select(sorted(rows, key=lengths.__getitem__))
-            micro.tokens["position_ids"] = micro.position_ids
-            micros.append((micro, micro.to(self.spec.device)))
-        return micros
+        return [sorted(rows, key=lengths.__getitem__) for rows in parts]
+
+    def _select(self, batch: Batch, rows: list[int]) -> tuple[Batch, Batch]:
+        """A micro-batch, here and on the device. It is made while the device works on the one before."""
+        micro = batch.select(rows)
+        micro.tokens["position_ids"] = micro.position_ids
+        return micro, micro.to(self.spec.device)
 
     def _outputs(self, micro: Batch, there: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         """Outputs of a micro-batch that is on the CPU and, `there`, on the device."""
