@@ -185,7 +185,7 @@ class Run:
         engine = plugins.resolve("rollout", config.rollout.engine)
         self.workers = WorkerGroup(ranks, how, engine.ranks_per_engine(config))
         if scorers is not None:
-            self.workers.call("start_engine")
+            self.workers.start_engines()
             ends = eos_ids(config.model.path, self.tokenizer)
             self.generator = Generator(config, self.workers, self.tokenizer, ends, *scorers)
         save_resolved(config, self.directory / "config.yaml")

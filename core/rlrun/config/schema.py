@@ -84,6 +84,8 @@ class RolloutConfig:
     top_k: int = opt(0, "sample among the k likeliest tokens; 0: all", ge=0)
     stop: list[str] = opt([], "strings that end a completion")
     max_sequences: int = opt(256, "most sequences that one engine decodes at once", gt=0)
+    max_staleness: int = opt(0, "1: generate a step's samples while the step before trains (needs resources.rollout_ranks "
+                             "and an off-policy correction)", ge=0, le=1)
     gap_fraction: float = opt(0.0625, "share of samples whose engine log-probabilities are compared with the trainer's",
                               ge=0, le=1)
 
@@ -233,6 +235,7 @@ class CheckpointConfig:
 @dataclass
 class ResourcesConfig:
     train_ranks: int = opt(1, "ranks that train, one a device", gt=0)
+    rollout_ranks: int = opt(0, "further ranks that only generate; 0: those that train do both, in turn", ge=0)
     device: str = opt("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     launcher: str = opt("auto", "local runs one rank in the driver's process; auto: ray",
                         choices=("auto", "ray", "local"))

@@ -36,9 +36,11 @@ def validate(config: Config, plugins: Plugins) -> None:
 def validate_resolved(config: Config, plugins: Plugins) -> None:
     """Check what depends on the chosen algorithms' classes, whose import loads torch. Raises ConfigError."""
     problems = []
-    size, ranks = plugins.resolve("rollout", config.rollout.engine).ranks_per_engine(config), config.resources.train_ranks
-    if size < 1 or ranks % size:
-        problems.append(f"rollout.engine_args: engines of {size} ranks do not fit in resources.train_ranks = {ranks}")
+    size = plugins.resolve("rollout", config.rollout.engine).ranks_per_engine(config)
+    key = "rollout_ranks" if config.resources.rollout_ranks else "train_ranks"
+    if size < 1 or getattr(config.resources, key) % size:
+        problems.append(f"rollout.engine_args: engines of {size} ranks do not fit in resources.{key} = "
+                        f"{getattr(config.resources, key)}")
     for i, stage in enumerate(config.stages):
         online = plugins.resolve("algorithm", stage.algorithm.name).online
         if online and not config.rewarded:
@@ -129,6 +131,8 @@ def _sections(config: Config) -> Iterator[str]:
     if uncorrected and (rollout.top_p < 1 or rollout.top_k > 0):
         yield ("rollout.top_p < 1 and rollout.top_k > 0 sample from another distribution than the trained one: set "
                f"{' and '.join(uncorrected)}, or leave them at 1 and 0 (validation.top_p is free)")
+    if uncorrected and rollout.max_staleness:
+        yield f"rollout.max_staleness > 0 trains on samples of an older policy: set {' and '.join(uncorrected)}"
     if reward.kind is not None and reward.parts:
         yield "reward.kind and reward.parts exclude each other; put the kind among the parts"
     if reward.kwargs and reward.kind is None:
@@ -160,8 +164,11 @@ def _services(config: Config) -> Iterator[str]:
             yield f"checkpoint.{key}_contents has {', '.join(sorted(wrong))}; the parts are {', '.join(parts)}"
     if lacking := set(checkpoint.load_contents) - set(checkpoint.save_contents):
         yield f"checkpoint.load_contents has {', '.join(sorted(lacking))}, which checkpoint.save_contents lacks"
-    if resources.launcher == "local" and resources.train_ranks != 1:
-        yield f"resources.launcher local runs one rank, but resources.train_ranks is {resources.train_ranks}"
+    if resources.launcher == "local" and (resources.train_ranks, resources.rollout_ranks) != (1, 0):
+        yield (f"resources.launcher local runs one rank, but resources.train_ranks is {resources.train_ranks} and "
+               f"resources.rollout_ranks {resources.rollout_ranks}")
+    if config.rollout.max_staleness and not resources.rollout_ranks:
+        yield "rollout.max_staleness needs resources.rollout_ranks: a rank cannot generate while it trains"
     if resources.launcher == "local" and resources.ray_address is not None:
         yield "resources.ray_address has no effect with resources.launcher local"
     if len(set(config.trainer.trackers)) < len(config.trainer.trackers):

@@ -55,6 +55,7 @@ class VllmRollout:
         size = self.ranks_per_engine(config)
         self.device = device
         self.policy_version = -1
+        self.asleep = set[str]()
         self.seed = f"{config.run.seed}|{rank // size}"
         _environment(rank, size, device)
         from vllm import LLM
@@ -103,14 +104,16 @@ class VllmRollout:
         self.policy_version = version
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        if self.device.type == "cuda":
-            self.llm.wake_up(tags=list(tags))
+        if wanted := sorted(self.asleep & set(tags)):
+            self.llm.wake_up(tags=wanted)
+        self.asleep -= set(tags)
 
     def sleep(self) -> None:
         """Nothing survives: weights always come anew (vLLM's level 2)."""
         self.policy_version = -1
         if self.device.type == "cuda":
             self.llm.sleep(level=2)
+            self.asleep = {"weights", "kv_cache"}
             empty_cache(self.device)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
@@ -168,7 +171,7 @@ def _saved_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ValueError(f"rollout.engine vllm: {folder} has no safetensors files")
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
             shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 - no mapping

@@ -31,7 +31,7 @@ class GlooRanks:
         self.count = dist.get_world_size()
         self.rank = ProbedRank(dist.get_rank(), self.count, "cpu", config, plugins)
 
-    def run(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+    def run(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
         answers: list[Any] = [None] * self.count
         dist.gather_object(self._call([(method, a) for a in arguments]), answers)
         yield from enumerate(answers)

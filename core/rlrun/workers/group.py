@@ -20,8 +20,8 @@ class Ranks(Protocol):
 
     count: int
 
-    def run(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
-        """Call a method of `Rank` on every rank, with its own arguments: (rank, result) as they finish.
+    def run(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+        """Call a method of `Rank` on ranks from `first` on, each with its own arguments: (rank, result) as they finish.
 
         Raises RankError with the failing rank's traceback, or when the phase takes longer than trainer.phase_timeout_s.
         """
@@ -31,20 +31,33 @@ class Ranks(Protocol):
 
 
 class WorkerGroup:
-    """Roles spread over ranks. Splits batches over data-parallel shards and puts results together in the batch's order."""
+    """Roles spread over ranks. Splits batches over data-parallel shards and puts results together in the batch's order.
+
+    Ranks beyond those of `layout` only generate; without any, the ranks that train hold the engines too (colocated).
+    """
 
     def __init__(self, ranks: Ranks, layout: Layout, ranks_per_engine: int = 1) -> None:
         self.ranks = ranks
         self.layout = layout
-        self.ranks_per_engine = ranks_per_engine
+        self.colocated = ranks.count == layout.ranks
+        self.engines = range(0 if self.colocated else layout.ranks, ranks.count, ranks_per_engine)
+        """First rank of each engine."""
         self.roles: dict[str, RoleRequest] = {}
         self.awake = False
         self.version = -1
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """The same call on every rank; results by rank."""
-        results = dict(self.ranks.run(method, [args] * self.ranks.count))
-        return [results[rank] for rank in range(self.ranks.count)]
+        """The same call on every rank that trains; results by rank."""
+        results = dict(self.ranks.run(method, [args] * self.layout.ranks))
+        return [results[rank] for rank in range(self.layout.ranks)]
+
+    def start_engines(self) -> None:
+        """Start all engines, asleep."""
+        self._on_engines("start_engine")
+
+    def _on_engines(self, method: str) -> None:
+        first = self.engines.start
+        list(self.ranks.run(method, [()] * (self.ranks.count - first), first))
 
     def build(self, role: str, request: RoleRequest, total_updates: int, want: frozenset[str]) -> None:
         """Make a role's model, in the place of one of that name."""
@@ -61,13 +74,13 @@ class WorkerGroup:
         """Wake the engines and give them the actor's weights, unless they have this version and are awake."""
         if not self.awake or self.version != version:
             self.version = -1
-            self.call("sync_weights", version)
+            list(self.ranks.run("sync_weights", [(version,)] * self.ranks.count))
             self.awake, self.version = True, version
 
     def sleep(self) -> None:
-        """Take the device's memory back from the engines; the next `sync` wakes them."""
-        if self.awake:
-            self.call("sleep_engine")
+        """Take the device's memory back from engines that share it; the next `sync` wakes them."""
+        if self.awake and self.colocated:
+            self._on_engines("sleep_engine")
             self.awake = False
 
     def forward(
@@ -97,11 +110,10 @@ class WorkerGroup:
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[list[Completion]]:
         """Completions of all requests, engine by engine as they finish. Requests are dealt out in turn."""
-        size = self.ranks_per_engine
-        engines = self.ranks.count // size
-        dealt = [(list(requests[rank // size :: engines]), params) for rank in range(self.ranks.count)]
-        for rank, completions in self.ranks.run("generate", dealt):
-            if rank % size == 0:
+        first, size = self.engines.start, self.engines.step
+        dealt = [(list(requests[(rank - first) // size :: len(self.engines)]), params) for rank in range(first, self.ranks.count)]
+        for rank, completions in self.ranks.run("generate", dealt, first):
+            if rank in self.engines:
                 yield completions
 
     def save(self, role: str, directory: Path, contents: Sequence[str]) -> None:
@@ -111,7 +123,7 @@ class WorkerGroup:
         self.call("load", role, str(directory), list(contents))
 
     def memory(self) -> dict[str, Value]:
-        return merge(self.call("memory"))
+        return merge(dict(self.ranks.run("memory", [()] * self.ranks.count)).values())
 
     def close(self) -> None:
         self.ranks.close()

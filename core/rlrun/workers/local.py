@@ -20,7 +20,7 @@ class LocalRanks:
         self.phase_timeout_s = phase_timeout_s
         rank.connect(*rank.open_store())
 
-    def run(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+    def run(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
         faulthandler.dump_traceback_later(self.phase_timeout_s, exit=True, file=sys.__stderr__ or sys.stderr)
         try:
             result = getattr(self.rank, method)(*arguments[0])

@@ -7,14 +7,14 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from transformers.utils.logging import disable_progress_bar
 
 from rlrun.batch import Atom, Batch
@@ -23,6 +23,7 @@ from rlrun.memory import empty_cache
 from rlrun.metrics import Value
 from rlrun.plugins import Plugins
 from rlrun.rollout.protocol import Completion, Request, Rollout, SamplingParams
+from rlrun.workers.channel import WeightChannel
 from rlrun.workers.protocol import Layout, Loss, RoleRequest, RoleSpec, Worker
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Rank:
         self.config = config
         self.workers: dict[str, Worker] = {}
         self.engine: Rollout | None = None
+        self.channel: WeightChannel | None = None
         self.device = torch.device("cuda:0" if device == "cuda" else device)  # a rank sees its own GPU alone
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -58,12 +60,18 @@ class Rank:
         return host, self.store.port
 
     def connect(self, host: str, port: int) -> None:
-        """Join the process group of all ranks."""
+        """Join the process group of all ranks that train, or of all that only generate, and the channel between the two."""
         if self.rank > 0:
             self.store = TCPStore(host, port, self.ranks, is_master=False)
+        trainers = self.config.resources.train_ranks
+        name, first, size = ("train", 0, trainers) if self.rank < trainers else ("rollout", trainers, self.ranks - trainers)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=2 * self.config.trainer.phase_timeout_s)  # the driver's own limit comes first
-        dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.ranks, timeout=timeout)
+        dist.init_process_group(
+            backend, store=PrefixStore(name, self.store), rank=self.rank - first, world_size=size, timeout=timeout)
+        if self.ranks > trainers and (self.rank == 0 or self.rank >= trainers):
+            place = max(0, self.rank - trainers + 1)
+            self.channel = WeightChannel(self.store, place, self.ranks - trainers + 1, self.device, timeout)
 
     def build(self, role: str, request: RoleRequest, layout: Layout, total_updates: int | None, want: frozenset[str]) -> None:
         """Make this rank's worker of a role, in the place of one of that name."""
@@ -87,19 +95,34 @@ class Rank:
         return self.workers[role].update(batch, loss, denominators, temperature, atom)
 
     def start_engine(self) -> None:
+        """Start this rank's engine, or its part of one, asleep: the models' memory is not taken by it."""
         engine_class = self.plugins.resolve("rollout", self.config.rollout.engine)
-        engine: Rollout = engine_class(self.config, self.device, self.rank)
+        engine: Rollout = engine_class(self.config, self.device, dist.get_rank())
         engine.sleep()
         self.engine = engine
 
     def sync_weights(self, version: int) -> None:
-        """Give the actor's weights to the engine. Memory is given back before each of the engine's own demands for it."""
-        assert self.engine is not None
+        """Give the actor's weights to the engine, here or over the channel; every rank takes part. Memory is given back
+        before each of the engine's own demands for it."""
+        weights = self.workers["actor"].weights() if self.rank < self.config.resources.train_ranks else self._received()
+        if self.engine is None:
+            self._send(weights)
+            return
         empty_cache(self.device)
         self.engine.wake(["weights"])
-        self.engine.load_weights(self.workers["actor"].weights(), version)
+        self.engine.load_weights(weights, version)
         empty_cache(self.device)
         self.engine.wake(["kv_cache"])
+
+    def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.channel is not None
+        return self.channel.receive()
+
+    def _send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self.channel is not None:
+            self.channel.send(weights)
+        for _ in weights:  # on the other ranks: gathering takes all of them
+            pass
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         assert self.engine is not None

@@ -119,7 +119,7 @@ class RayRanks:
     def __init__(self, config: Config, plugins: Plugins) -> None:
         """Start or join Ray, place all ranks, connect them. Raises ResourceError where they do not fit."""
         self.config = config
-        self.count = config.resources.train_ranks
+        self.count = config.resources.train_ranks + config.resources.rollout_ranks
         self.actors: list[Any] = []
         self.group: Any = None
         if config.resources.ray_address is None:  # known without starting Ray
@@ -142,8 +142,8 @@ class RayRanks:
         for kind, each in need.items():
             if each * self.count > there.get(kind, 0):
                 raise ResourceError(
-                    f"resources.train_ranks: {self.count} ranks on {device} need {each * self.count:g} {kind}, there are "
-                    f"{there.get(kind, 0):g}",
+                    f"resources.train_ranks (and rollout_ranks): {self.count} ranks on {device} need {each * self.count:g} "
+                    f"{kind}, there are {there.get(kind, 0):g}",
                     "lower resources.train_ranks or resources.threads_per_rank, or join a larger cluster: resources.ray_address",
                 )
         return device, need
@@ -170,16 +170,16 @@ class RayRanks:
         host, port = self._wait("open_store", [self.actors[0].open_store.remote()])[0]
         self._wait("connect", [a.connect.remote(host, port) for a in self.actors])
 
-    def run(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
-        refs = [getattr(a, method).remote(*args) for a, args in zip(self.actors, arguments, strict=True)]
-        yield from self._as_completed(method, refs)
+    def run(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+        chosen = self.actors[first : first + len(arguments)]
+        yield from self._as_completed(method, [getattr(a, method).remote(*args) for a, args in zip(chosen, arguments)], first)
 
     def _wait(self, method: str, refs: Sequence[Any]) -> list[Any]:
         results = dict(self._as_completed(method, refs))
         return [results[rank] for rank in range(len(refs))]
 
-    def _as_completed(self, method: str, refs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+    def _as_completed(self, method: str, refs: Sequence[Any], first: int = 0) -> Iterator[tuple[int, Any]]:
+        rank_of = {ref: rank for rank, ref in enumerate(refs, first)}
         pending = list(refs)
         limit = self.config.trainer.phase_timeout_s
         deadline = time.monotonic() + (max(limit, START_LIMIT_S) if method in ("open_store", "connect") else limit)
