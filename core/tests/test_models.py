@@ -22,6 +22,10 @@ KINDS = [
 ]
 
 
+def detached(tensors):
+    return [x.detach() for x in tensors]
+
+
 def packed_row(lengths=(5, 1, 9, 3, 3)):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     ids = torch.randint(0, 258, (int(cu_seqlens[-1]),), generator=torch.Generator().manual_seed(0))
@@ -48,7 +52,7 @@ def test_packed_equals_separate_forwards(tmp_path, kind, extra):
             assert outputs["log_probs"][start] == 0.0
     from safetensors.torch import load_file
 
-    saved, sent = load_file(tmp_path / "model.safetensors"), dict(loading.saved_weights(policy, torch.Tensor.detach))
+    saved, sent = load_file(tmp_path / "model.safetensors"), dict(loading.saved_weights(policy, detached))
     assert saved.keys() == sent.keys()
     assert all(torch.equal(saved[name], sent[name]) for name in saved)
     assert loading.parameter_count(str(tmp_path)) == sum(x.numel() for x in alone.parameters())
@@ -133,7 +137,7 @@ def test_export_and_load(tmp_path):
     save_tiny(source, "qwen2", chat_template="{{ messages[0].content }}", **SIZES)
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9], "temperature": 0.6}))
     policy = loading.load_policy(str(source), "lm", torch.float32)
-    loading.export(loading.saved_weights(policy, lambda x: x.detach().bfloat16()), out, str(source), str(source))
+    loading.export(loading.saved_weights(policy, lambda xs: [x.detach().bfloat16() for x in xs]), out, str(source), str(source))
     again = AutoModelForCausalLM.from_pretrained(out)
     assert again.dtype == torch.bfloat16
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
@@ -150,7 +154,7 @@ def test_value_model(tmp_path):
     weights = [m.value_head.weight for m in fresh]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    loading.export(loading.saved_weights(fresh[0], torch.Tensor.detach), tmp_path / "out", *[str(tmp_path / "lm")] * 2)
+    loading.export(loading.saved_weights(fresh[0], detached), tmp_path / "out", *[str(tmp_path / "lm")] * 2)
     row = packed_row()
     again = loading.load_policy(str(tmp_path / "out"), "value", torch.float32, seed=3)
     assert torch.equal(again(*row, {"values"})["values"], fresh[0](*row, {"values"})["values"])

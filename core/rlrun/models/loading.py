@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,6 +41,20 @@ def load_config(path: str) -> PretrainedConfig:
     return config
 
 
+def _auto(head: Literal["lm", "value", "score"]) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return {"lm": AutoModelForCausalLM, "value": AutoModel, "score": AutoModelForSequenceClassification}[head]
+
+
+def empty_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.dtype) -> PolicyModel:
+    """The model of a folder without its weights: on the meta device, tied parameters tied."""
+    with torch.device("meta"):
+        model = _auto(head).from_config(load_config(path), dtype=dtype)
+        model.tie_weights()
+        return PolicyModel(model.eval(), head).eval()
+
+
 def load_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.dtype, seed: int = 0) -> PolicyModel:
     """The model of a folder on the CPU, its parameters in `dtype`.
 
@@ -48,10 +62,7 @@ def load_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.d
     from `seed`; "score" is a sequence classifier with one output. Raises ValueError where weights are missing or the
     architecture is not supported.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    auto: Any = {"lm": AutoModelForCausalLM, "value": AutoModel, "score": AutoModelForSequenceClassification}[head]
-    model, info = auto.from_pretrained(path, config=load_config(path), dtype=dtype, output_loading_info=True)
+    model, info = _auto(head).from_pretrained(path, config=load_config(path), dtype=dtype, output_loading_info=True)
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"{path}: weights missing or of another shape: "
                          f"{sorted([*info['missing_keys'], *map(str, info['mismatched_keys'])])[:5]}")
@@ -97,26 +108,31 @@ def eos_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(dict.fromkeys(flat))
 
 
-def saved_weights(policy: PolicyModel, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Weights under the names and shapes that save_pretrained writes, and value_head.*.
+def saved_weights(
+    policy: PolicyModel, whole: Callable[[Sequence[Tensor]], Iterable[Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names and shapes that save_pretrained writes, and value_head.*; adapters are left out.
 
-    `full` makes a whole tensor of a parameter, in the dtype to write. It is called in the same order on every rank, on
-    one at a time, or on those of a layer where an architecture's files differ from its modules (fused experts).
+    `whole` makes whole tensors of parameters, in the dtype to write. It is called in the same order on every rank, with all
+    of them, or with those of one layer where an architecture's files differ from its modules (fused experts).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
     model = policy.model
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    state = [(name, x) for name, x in model.state_dict(keep_vars=True).items() if name not in tied]
+    state = [(name.replace(".base_layer.", "."), x) for name, x in model.state_dict(keep_vars=True).items()
+             if name not in tied and ".lora_" not in name]
     converted = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
-    if not converted:
-        yield from ((name, full(x)) for name, x in state)
-    else:
-        for _, layer in groupby(state, key=lambda item: re.split(r"(\.\d+\.)", item[0])[:2]):
-            yield from revert_weight_conversion(model, {name: full(x) for name, x in layer}).items()
+    for _, part in groupby(state, key=lambda item: re.split(r"(\.\d+\.)", item[0])[:2] if converted else None):
+        names, tensors = zip(*part)
+        if converted:
+            yield from revert_weight_conversion(model, dict(zip(names, whole(tensors)))).items()
+        else:
+            yield from zip(names, whole(tensors))
     if policy.head == "value":
-        yield from ((f"value_head.{name}", full(x)) for name, x in policy.value_head.named_parameters())
+        names, tensors = zip(*policy.value_head.named_parameters())
+        yield from ((f"value_head.{name}", x) for name, x in zip(names, whole(tensors)))
 
 
 def export(weights: Iterable[tuple[str, Tensor]], directory: Path, source: str, tokenizer: str) -> None:

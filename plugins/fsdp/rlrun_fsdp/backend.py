@@ -32,7 +32,7 @@ class Fsdp:
     def memory_bytes(config: Config, parameters: int, layout: Layout, trainable: bool) -> int:
         """One rank's parameters, and where it trains gradients and optimizer state (AdamW: two moments)."""
         section = config.section("fsdp", FsdpConfig)
-        if section.offload_params:
+        if section.cpu_offload:
             return 0
         width = BYTES[config.model.dtype]
         if trainable:

@@ -21,6 +21,13 @@ class WrapPolicy:
 
 
 @dataclass
+class LoraConfig:
+    rank: int = opt(0, "rank of the actor's adapters, the only parameters that train then; 0: none", ge=0)
+    alpha: int = opt(16, "adapters are scaled by alpha / rank", gt=0)
+    target_modules: list[str] = opt(["all-linear"], "names of the adapted modules, such as q_proj")
+
+
+@dataclass
 class FsdpConfig:
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
     shard_size: Optional[int] = opt(None, "ranks that share one replica of the parameters; default: all ranks", gt=0)
@@ -28,7 +35,11 @@ class FsdpConfig:
         None, "free a layer's gathered parameters after use, and reduce gradients in each micro-batch; default: where the "
         "whole model with its gradients takes more than a quarter of the device's memory")
     compile: Optional[bool] = opt(None, "compile decoder layers; default: on a GPU")
-    offload_params: bool = opt(False, "keep parameters, gradients and optimizer state in host memory")
+    checkpoint_every: int = opt(1, "with model.gradient_checkpointing: recompute every n-th layer only; 1: all", gt=0)
+    offload_params: bool = opt(False, "move parameters to host memory while another role or the engine works")
+    offload_optimizer: bool = opt(False, "likewise the optimizer's state")
+    cpu_offload: bool = opt(False, "keep parameters, gradients and optimizer state in host memory, and update them there")
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @hookimpl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch.nn.utils import get_total_norm
 from rlrun.batch import Atom, Batch, micro_batches
 from rlrun.memory import empty_cache
 from rlrun.metrics import Value
-from rlrun.models.loading import load_policy, saved_weights
+from rlrun.models.loading import saved_weights
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
+from rlrun_fsdp.lora import adapters, add_adapters
 from rlrun_fsdp.plugin import FsdpConfig
+from rlrun_fsdp.sharding import fill, gather, load_first, materialize, tensors_of
 
 _GATHERED_SHARE = 0.25
 """Of a device's memory: what the whole model and its gradients may take for `keep_gathered`."""
@@ -42,12 +44,17 @@ class FsdpWorker:
         self.master = torch.promote_types(self.dtype, torch.float32)
         self.mesh = init_device_mesh(
             spec.device.type, (layout.dp, layout.ranks // layout.dp), mesh_dim_names=("dp", "sp"))
-        assert spec.request.path is not None
-        stored = self.master if spec.request.trainable else getattr(torch, spec.request.dtype)
-        self.model = load_policy(spec.request.path, spec.request.head, stored, seed=spec.config.run.seed)
-        self.model.requires_grad_(spec.request.trainable)
-        if spec.request.trainable and spec.config.model.gradient_checkpointing:
-            self.model.model.gradient_checkpointing_enable()
+        trains, lora = spec.request.trainable, self.config.lora if spec.role == "actor" else None
+        self.adapted = bool(trains and lora and lora.rank)
+        stored = self.master if trains and not self.adapted else getattr(torch, spec.request.dtype)
+        self.model = load_first(spec, stored)
+        self.model.requires_grad_(trains)
+        if lora and self.adapted:
+            add_adapters(self.model, lora, self.master, spec.config.run.seed)
+        if trains and spec.config.model.gradient_checkpointing:
+            self.model.model.gradient_checkpointing_enable({"use_reentrant": False})
+            for number, layer in enumerate(self.model.layers):
+                setattr(layer, "gradient_checkpointing", number % self.config.checkpoint_every == 0)  # noqa: B010
             self.model.train()  # checkpointing happens in this mode only; there is no dropout that it could switch on
         self.model.sequence_parallel = spec.plugins.patch_attention(model=self.model.model, spec=spec, mesh=self.mesh)
         if self.config.compile if self.config.compile is not None else spec.device.type == "cuda":
@@ -57,7 +64,10 @@ class FsdpWorker:
         """Parameters stay whole from one micro-batch to the next, and gradients are reduced once, after the last."""
         whole = init_device_mesh(spec.device.type, (layout.ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
         self.shard_group = whole.get_group("shard")
+        loaded = tensors_of(self.model) if layout.ranks > 1 else {}
         self._shard(whole if shards < layout.ranks else whole["shard"], stored)
+        if layout.ranks > 1:
+            fill(self.model, loaded, spec.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self._make_optimizer() if spec.request.trainable else None
         self.updates = 0
@@ -73,15 +83,18 @@ class FsdpWorker:
         return whole <= _GATHERED_SHARE * torch.cuda.get_device_properties(self.spec.device).total_memory
 
     def _shard(self, mesh: DeviceMesh, stored: torch.dtype) -> None:
-        offload = CPUOffloadPolicy(pin_memory=self.spec.device.type == "cuda") if self.config.offload_params else None
+        offload = CPUOffloadPolicy(pin_memory=self.spec.device.type == "cuda") if self.config.cpu_offload else None
         options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload or OffloadPolicy(),
                                    "reshard_after_forward": not self.keep_gathered}
         if self.model.head == "value":
+            materialize(self.model.value_head, self.spec.device)
             fully_shard(self.model.value_head, **options)  # a group of its own: computed in the parameters' dtype
-        if self.dtype != stored:
+        if self.dtype != stored or self.adapted:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master)
         for layer in self._wrapped():
+            materialize(layer, self.spec.device)  # one at a time
             fully_shard(layer, **options)
+        materialize(self.model, self.spec.device)
         # The root's parameters (embeddings, output layer) are needed at both ends of forward and backward.
         fully_shard(self.model, **(options | {"reshard_after_forward": False}))
 
@@ -217,12 +230,22 @@ class FsdpWorker:
                           want, temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under save_pretrained's names, in model.dtype, on this rank's device."""
-        return saved_weights(self.model, self._full)
+        """Full tensors under save_pretrained's names, in model.dtype, on this rank's device; adapters are merged."""
+        return saved_weights(self.model, self._whole)
 
-    def _full(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach().to(self.spec.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def _whole(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        if not self.adapted:
+            yield from gather(tensors, self.dtype, self.spec.device, self.shard_group)
+            return
+        known = adapters(self.model)
+        flat = [part for x in tensors for part in ((x, known[id(x)].down, known[id(x)].up) if id(x) in known else (x,))]
+        parts = gather(flat, self.master, self.spec.device, self.shard_group)
+        for x in tensors:
+            whole = next(parts)
+            if id(x) in known:
+                down, up = next(parts), next(parts)
+                whole = whole + known[id(x)].scaling * up @ down
+            yield whole.to(self.dtype) if whole.is_floating_point() else whole
 
     def _reshard(self) -> None:
         """Free gathered parameters that a forward without backward left, so that nobody sees stale ones."""
@@ -231,18 +254,19 @@ class FsdpWorker:
                 module.reshard()
 
     def onload(self, model: bool = True, optimizer: bool = True) -> None:
-        """See `Worker.onload`; parameters that `offload_params` keeps in host memory stay there."""
+        """See `Worker.onload`."""
         self._move(self.spec.device, model, optimizer)
 
     def offload(self, model: bool = True, optimizer: bool = True) -> None:
-        """See `Worker.offload`."""
-        self._move(torch.device("cpu"), model, optimizer)
-        empty_cache(self.spec.device)
+        """See `Worker.offload`; what the configuration leaves on the device stays there."""
+        self._move(torch.device("cpu"), model and self.config.offload_params, optimizer and self.config.offload_optimizer)
+        if self.config.offload_params or self.config.offload_optimizer:
+            empty_cache(self.spec.device)
 
     def _move(self, device: torch.device, model: bool, optimizer: bool) -> None:
-        if self.spec.device.type == "cpu" or self.config.offload_params:
+        if self.spec.device.type == "cpu" or self.config.cpu_offload:
             return
-        if model:
+        if model and next(self.model.parameters()).device.type != device.type:
             self.model.to(device)
         if optimizer and self.optimizer is not None:
             for state in self.optimizer.state.values():

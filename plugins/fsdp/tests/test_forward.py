@@ -102,3 +102,33 @@ def test_forward_sees_new_weights(gpt2, ranks1, tools):
     [(first, second, third)] = ranks1.run(run)
     assert not torch.equal(first, second)
     assert not torch.equal(second, third)
+
+
+def test_compiled_layers(gpt2, ranks1, tools):
+    """Compiled layers give the same numbers, and lengths, micro-batches and passes that change compile nothing anew."""
+    batches = [tools.make_batch(lengths) for lengths in ((5, 9, 3, 7, 6, 9), (4, 11, 2, 17), (3, 3, 40), (8, 7, 6, 5, 4, 3, 2))]
+    empty = tools.make_batch((2, 9))
+
+    def run(compile):
+        from functools import partial
+        from unittest import mock
+
+        from torch._dynamo.utils import counters
+
+        with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
+            worker = tools.make_worker(tools.make_config(gpt2, fsdp__compile=compile, actor__tokens_per_micro_batch=40))
+            graphs, outputs = [], []
+            for batch in [*batches, empty]:
+                outputs.append(worker.forward(batch, {"log_probs"}, 0.7)["log_probs"])
+                worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
+                graphs.append(counters["stats"]["unique_graphs"])
+        return graphs, outputs, tools.full_weights(worker)
+
+    _, expected, weights = ranks1.run(run, False)[0]
+    for graphs, outputs, moved in ranks1.run(run, True):
+        assert graphs[0] > 0
+        assert graphs[0] == graphs[-1]
+        for got, column in zip(outputs, expected):
+            torch.testing.assert_close(got, column, rtol=1e-9, atol=1e-9)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(moved[name], tensor, rtol=1e-9, atol=1e-9)

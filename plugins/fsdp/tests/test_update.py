@@ -51,7 +51,7 @@ def test_ranks_and_micro_batches(gpt2, ranks1, ranks2, tools, kind):
 OPTIONS = [
     {"fsdp__reshard_after_forward": False}, {"fsdp__wrap_policy__min_num_params": 10**9}, {"fsdp__shard_size": 1},
     {"fsdp__wrap_policy__layer_classes": ["GPT2MLP", "GPT2Attention"]},
-    {"fsdp__offload_params": True}, {"model__gradient_checkpointing": True},
+    {"fsdp__cpu_offload": True}, {"model__gradient_checkpointing": True},
 ]
 
 
