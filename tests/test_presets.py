@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import runs
@@ -126,3 +128,16 @@ def test_correction_lets_sampling_be_cut(model, tmp_path):
     assert whole["correction/effective_sample_size"] == pytest.approx(1, abs=1e-4)
     assert cut["correction/weight"] < 0.6
     assert cut["correction/rejected"] == 0
+
+
+def test_the_documented_presets_are_those_of_the_code():
+    """docs/algorithms.md lists every preset with exactly what it sets."""
+    from rlrun.algorithms.presets import PRESETS
+
+    text = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text().partition("## Advantages")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| ", text, re.MULTILINE))
+    listed = {name: dict(re.findall(r"`(\w+): ([^`]+)`", sets)) for name, sets in rows.items()}
+    assert listed.keys() == PRESETS.keys()
+    for name, preset in PRESETS.items():
+        values = {k: float(v) if isinstance(preset.get(k), float) else v for k, v in listed[name].items()}
+        assert values == {k: str(v).lower() if isinstance(v, bool) else v for k, v in preset.items()}
