@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,14 +27,37 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+Phase = Callable[[str], AbstractContextManager[None]]
+"""What times a part of a step under its name."""
+
+
 class Collector(Protocol):
     """The source of a stage's batches."""
 
-    def next(self, step: int) -> tuple[Batch | None, dict[str, Value]]:
-        """The batch of a step (None where nothing is left to train on) and metrics of how it came about."""
+    def next(self, step: int, phase: Phase, last: bool) -> tuple[Batch | None, dict[str, Value]]:
+        """The batch of a step (None where nothing is left to train on) and metrics of how it came about.
+
+        `last` says that the stage ends with this step.
+        """
 
     def records(self) -> list[dict[str, Any]]:
         """The last batch's completions, for dumps."""
+
+    def position(self) -> dict[str, Any]:
+        """The sampler's state after the last batch handed out: a resumed run goes on from there."""
+
+    def settle(self) -> None:
+        """Wait until no engine is at work."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A step's samples, and where the sampler stood after them."""
+
+    batch: Batch | None
+    metrics: dict[str, Value]
+    rollouts: list[Rollouts]
+    position: dict[str, Any]
 
 
 class RolloutCollector:
@@ -43,36 +69,43 @@ class RolloutCollector:
         self.sampler = sampler
         self.generator = generator
         self.algorithm = algorithm
-        self.last: list[Rollouts] = []
+        self.last = Drawn(None, {}, [], sampler.state_dict())
 
-    def next(self, step: int) -> tuple[Batch | None, dict[str, Value]]:
+    def next(self, step: int, phase: Phase, last: bool) -> tuple[Batch | None, dict[str, Value]]:
+        with phase("update_weights"):
+            self.generator.workers.sync(step)
+        with phase("gen"):
+            self.last = self.draw(step)
+        return self.last.batch, self.last.metrics
+
+    def draw(self, step: int) -> Drawn:
+        """A step's samples, of the policy that the engines have."""
         r, wanted = self.config.rollout, self.options.prompts_per_step
         params = self.generator.params(r.temperature, r.top_p, r.top_k)
         kept: list[Batch] = []
-        self.last, rounds, drawn = [], 0, 0
-        while len(kept) < wanted and rounds < self.options.max_rounds:
+        all_rollouts: list[Rollouts] = []
+        drawn = 0
+        while len(kept) < wanted and len(all_rollouts) < self.options.max_rounds:
             draws = self.sampler.take(wanted - len(kept))
-            rounds, drawn = rounds + 1, drawn + len(draws)
+            drawn += len(draws)
             rows = [(draw, sample) for draw, _, sample in draws for _ in range(r.samples_per_prompt)]
             keys = [f"{s.uid}|{d}|{n}" for d, _, s in draws for n in range(r.samples_per_prompt)]
-            rollouts = self.generator.run(rows, keys, params)
-            self.last.append(rollouts)
+            rollouts = self.generator.run(rows, keys, params, self._compared)
+            all_rollouts.append(rollouts)
             groups = self._groups(rollouts)
             if self.algorithm.greedy_baseline:
                 groups = self._with_baseline(groups, [(draw, sample) for draw, _, sample in draws])
             kept += [g for g, keep in zip(groups, self.algorithm.select(groups), strict=True) if keep]
+        rounds = len(all_rollouts)
         metrics = {"rollout/rounds": Value(rounds, 1.0), "rollout/kept_groups_ratio": Value(len(kept), drawn),
-                   **reward_metrics(score for rollouts in self.last for score in rollouts.scores)}
+                   **reward_metrics(score for rollouts in all_rollouts for score in rollouts.scores)}
         if self.config.environment.name is not None:
-            turns = [sum(p.by == "policy" for p in e.parts) for rollouts in self.last for e in rollouts.episodes]
+            turns = [sum(p.by == "policy" for p in e.parts) for rollouts in all_rollouts for e in rollouts.episodes]
             metrics |= statistics("rollout/turns", torch.tensor(turns))
         if len(kept) < wanted:
             log.warning("step %d: %d of %d prompts are left after %d rounds", step, len(kept), wanted, rounds)
-        if not kept:
-            return None, metrics
-        batch = Batch.concat(kept)
-        batch.tokens["gap_mask"] = self._gap_mask(batch, step)
-        return batch, metrics
+        batch = Batch.concat(kept) if kept else None
+        return Drawn(batch, metrics, all_rollouts, self.sampler.state_dict())
 
     def _groups(self, rollouts: Rollouts) -> list[Batch]:
         """A batch for each prompt, of the completions that have a reward; none for a prompt without any."""
@@ -91,14 +124,48 @@ class RolloutCollector:
             group.sequences["baseline_reward"] = torch.full((len(group),), torch.nan if reward is None else reward)
         return [group for group, reward in scored if reward is not None]
 
-    def _gap_mask(self, batch: Batch, step: int) -> torch.Tensor:
-        """[T] tokens of a random share of samples, whose engine log-probabilities are compared with the trainer's."""
-        dice = random.Random(f"gap|{self.config.run.seed}|{step}")
-        chosen = torch.tensor([dice.random() < self.config.rollout.gap_fraction for _ in range(len(batch))])
-        return chosen[batch.sequence_ids] & batch.tokens["loss_mask"]
+    def _compared(self, key: str) -> bool:
+        """Whether a sample is of the random share whose engine log-probabilities are compared with the trainer's."""
+        return random.Random(f"gap|{self.config.run.seed}|{key}").random() < self.config.rollout.gap_fraction
 
     def records(self) -> list[dict[str, Any]]:
-        return [record for rollouts in self.last for record in rollouts.records()]
+        return [record for rollouts in self.last.rollouts for record in rollouts.records()]
+
+    def position(self) -> dict[str, Any]:
+        return self.last.position
+
+    def settle(self) -> None:
+        """Nothing runs between two calls of `next`."""
+
+
+class AheadCollector(RolloutCollector):
+    """One step ahead: engines with ranks of their own draw a step's samples while the step before it trains.
+
+    So samples are of the policy before the last update. What is being drawn when a run ends is drawn anew after a resume.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.thread = ThreadPoolExecutor(1, "ahead")
+        self.pending: Future[Drawn] | None = None
+
+    def next(self, step: int, phase: Phase, last: bool) -> tuple[Batch | None, dict[str, Value]]:
+        if self.pending is None:
+            super().next(step, phase, last)
+        else:
+            with phase("gen"):
+                self.last = self.pending.result()
+            with phase("update_weights"):
+                self.generator.workers.sync(step)
+        self.pending = None if last else self.thread.submit(self.draw, step + 1)
+        batch, metrics = self.last.batch, self.last.metrics
+        if batch is not None:
+            metrics["rollout/staleness"] = Value(float((step - batch.sequences["policy_version"]).sum()), len(batch))
+        return batch, metrics
+
+    def settle(self) -> None:
+        if self.pending is not None:
+            wait([self.pending])
 
 
 class AnswerCollector:
@@ -110,12 +177,18 @@ class AnswerCollector:
         self.tokenizer = tokenizer
         self.algorithm = algorithm
 
-    def next(self, step: int) -> tuple[Batch | None, dict[str, Value]]:
+    def next(self, step: int, phase: Phase, last: bool) -> tuple[Batch | None, dict[str, Value]]:
         draws = self.sampler.take(self.options.prompts_per_step)
         return answer_batch([(number, sample) for number, _, sample in draws], self.algorithm, self.tokenizer), {}
 
     def records(self) -> list[dict[str, Any]]:
         return []
+
+    def position(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def settle(self) -> None:
+        """There is no engine."""
 
 
 def answer_batch(rows: Sequence[tuple[int, Sample]], algorithm: Algorithm, tokenizer: Any) -> Batch:
@@ -138,14 +211,16 @@ def answer_batch(rows: Sequence[tuple[int, Sample]], algorithm: Algorithm, token
 def to_batch(rollouts: Rollouts, rows: Sequence[int]) -> Batch:
     """Episodes as a batch: what the policy drew inside `loss_mask`, prompts and environments outside, by true lengths."""
     episodes = [rollouts.episodes[i] for i in rows]
+    masks = [[False] * len(e.sample.prompt_ids) + e.loss_mask for e in episodes]
     return Batch.from_sequences(
         [
             {
                 "ids": e.stream,
-                "loss_mask": [False] * len(e.sample.prompt_ids) + e.loss_mask,
+                "loss_mask": mask,
+                "gap_mask": [m and e.compared for m in mask],
                 "rollout_log_probs": [0.0] * len(e.sample.prompt_ids) + e.log_probs,
             }
-            for e in episodes
+            for e, mask in zip(episodes, masks, strict=True)
         ],
         {
             "uid": [e.sample.uid for e in episodes],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -89,16 +89,24 @@ class Generator:
         self.rewards = rewards
         self.environment = environment
         self.model = model
+        self.max_turns = config.environment.max_turns
+        self.corrects = any(stage.algorithm.correction != "none" for stage in config.stages)
         self.max_tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
     def params(self, temperature: float, top_p: float, top_k: int) -> SamplingParams:
         r = self.config.rollout
         return SamplingParams(temperature, r.max_new_tokens, self.eos_ids, top_p, top_k, tuple(r.stop), self.config.run.seed)
 
-    def run(self, draws: Sequence[tuple[int, Sample]], keys: Sequence[str], params: SamplingParams) -> Rollouts:
-        """An episode for each (group, sample), drawn with the noise of its key, and its score."""
+    def run(
+        self, draws: Sequence[tuple[int, Sample]], keys: Sequence[str], params: SamplingParams,
+        compared: Callable[[str], bool] = lambda key: False,
+    ) -> Rollouts:
+        """An episode for each (group, sample), drawn with the noise of its key, and its score.
+
+        Those whose key is `compared` come with the engine's log-probabilities; all do where a correction needs them.
+        """
         self.workers.sync(self.workers.version)  # awake again, where a reward model took the memory
-        episodes = [Episode(group, sample, key) for (group, sample), key in zip(draws, keys, strict=True)]
+        episodes = [Episode(group, sample, key, compared(key)) for (group, sample), key in zip(draws, keys, strict=True)]
         tickets: dict[int, Ticket] = {}
         going, turn = episodes, 0
         while going:
@@ -111,7 +119,8 @@ class Generator:
         """One reply of each, and what the environment says to it: those that go on. The others begin to be scored."""
         room = [self.max_tokens - len(e.stream) for e in episodes]
         params = replace(params, max_new_tokens=min(params.max_new_tokens, max(room)))
-        requests = [Request(i, e.stream, f"{e.key}|turn {turn}" if turn else e.key) for i, e in enumerate(episodes)]
+        requests = [Request(i, e.stream, f"{e.key}|turn {turn}" if turn else e.key, e.compared or self.corrects)
+                    for i, e in enumerate(episodes)]
         asked: dict[int, Ticket] = {}
         for finished in self.workers.generate(requests, params):
             for c in finished:
@@ -137,7 +146,7 @@ class Generator:
             return False
         episode.state = answer.state
         ids = continuation(self.tokenizer, answer.messages, episode.stream[-1], self.eos_ids)
-        if turn + 1 == self.config.environment.max_turns or len(episode.stream) + len(ids) >= self.max_tokens:
+        if turn + 1 == self.max_turns or len(episode.stream) + len(ids) >= self.max_tokens:
             episode.finish_reason = "length"
             return False
         episode.parts.append(Part("environment", ids, (0.0,) * len(ids), self.tokenizer.decode(ids)))

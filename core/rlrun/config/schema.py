@@ -88,6 +88,7 @@ class RolloutConfig:
                              "and an off-policy correction)", ge=0, le=1)
     gap_fraction: float = opt(0.0625, "share of samples whose engine log-probabilities are compared with the trainer's",
                               ge=0, le=1)
+    gap_limit: Optional[float] = opt(None, "mean of these differences per token at which the run ends", gt=0)
 
 
 @dataclass
@@ -228,6 +229,7 @@ class TrainerConfig:
 class CheckpointConfig:
     every: int = opt(0, "steps between checkpoints; the last step is always saved", ge=0)
     keep: Optional[int] = opt(3, "newest checkpoints that stay; null: all", gt=0)
+    async_save: bool = opt(False, "train on while a checkpoint is written; it takes a copy in host memory")
     save_contents: list[str] = opt(["model", "optimizer", "extra", "hf_model"], "parts that a checkpoint holds")
     load_contents: list[str] = opt(["model", "optimizer", "extra"], "parts that a resumed run takes")
 

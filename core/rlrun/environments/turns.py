@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -21,7 +22,7 @@ class Part(NamedTuple):
     by: Literal["policy", "environment"]
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
-    """Of the policy's tokens, as drawn; 0 for the environment's, which are outside `loss_mask`."""
+    """Of the policy's tokens, as drawn, NaN where the engine was not asked; 0 for the environment's."""
     text: str
 
 
@@ -33,6 +34,8 @@ class Episode:
     sample: Sample
     key: str
     """Names the random stream; every further turn has its own."""
+    compared: bool = False
+    """Whether the engine's log-probabilities are compared with the trainer's."""
     parts: list[Part] = field(default_factory=list)
     messages: Messages = field(default_factory=list)
     """The conversation after the prompt."""
@@ -65,7 +68,8 @@ class Episode:
     def reply(self, completion: Completion, text: str, room: int) -> None:
         """Take in what the policy drew: at most `room` tokens of it."""
         cut = len(completion.ids) > room
-        self.parts.append(Part("policy", completion.ids[:room], completion.log_probs[:room], text))
+        log_probs = completion.log_probs or (math.nan,) * len(completion.ids)
+        self.parts.append(Part("policy", completion.ids[:room], log_probs[:room], text))
         self.messages.append({"role": "assistant", "content": text})
         self.finish_reason = "length" if cut else completion.finish_reason
         self.policy_version = completion.policy_version
