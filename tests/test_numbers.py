@@ -102,7 +102,10 @@ def train_on(workers, plugins, config, batch):
         def records(self):
             return []
 
-        def save(self, state):
+        def save(self, state, background):
+            pass
+
+        def publish(self, wait):
             pass
 
         def track(self, step, metrics):

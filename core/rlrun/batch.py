@@ -7,7 +7,7 @@ given ids[<t], the value of the state before it. The first token of a sequence i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -176,6 +176,13 @@ def _join(columns: Sequence[Any]) -> Any:
     if isinstance(columns[0], Tensor):
         return torch.cat(list(columns))
     return [x for column in columns for x in column]
+
+
+def mini_batches(batch: Batch, groups: int) -> Iterator[Batch]:
+    """Batches of so many whole prompt groups, in the batch's order."""
+    rows = batch.atoms("group")
+    for start in range(0, len(rows), groups):
+        yield batch.select([row for group in rows[start : start + groups] for row in group])
 
 
 def balance(weights: Sequence[int], parts: int) -> list[list[int]]:

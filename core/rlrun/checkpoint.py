@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,18 +56,36 @@ class Checkpoints:
         Checkpoints named in `needed` stay. Where anything fails, nothing published before is lost, and the partial folder
         goes.
         """
-        partial = self.directory / f".partial-step_{step:06d}"
-        self.remove_partial()
-        partial.mkdir(parents=True)
+        with self.writing(step):
+            write(self.begin(step, state))
+            return self.publish(step, needed)
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[None]:
+        """Where anything fails inside, the step's partial folder goes."""
         try:
-            write(partial)
-            if (partial / "actor" / "hf").is_dir():
-                (partial / "actor" / "hf").rename(partial / "hf")
-            (partial / "trainer.json").write_text(json.dumps(state, indent=1))
-            _flush(partial)
+            yield
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(self._partial(step), ignore_errors=True)
             raise
+
+    def _partial(self, step: int) -> Path:
+        return self.directory / f".partial-step_{step:06d}"
+
+    def begin(self, step: int, state: dict[str, Any]) -> Path:
+        """A folder to fill, with the trainer's state as it is now."""
+        self.remove_partial()
+        partial = self._partial(step)
+        partial.mkdir(parents=True)
+        (partial / "trainer.json").write_text(json.dumps(state, indent=1))
+        return partial
+
+    def publish(self, step: int, needed: Collection[str] = ()) -> Checkpoint:
+        """Give a filled folder its name, then remove what is over `keep`."""
+        partial = self._partial(step)
+        if (partial / "actor" / "hf").is_dir():
+            (partial / "actor" / "hf").rename(partial / "hf")
+        flush(partial)
         final = self.directory / f"step_{step:06d}"
         if final.exists():  # a resumed run that saves a step again: the new one takes its place whole
             shutil.rmtree(final)
@@ -109,7 +128,8 @@ def export(checkpoint: Path, out: Path) -> None:
     shutil.copytree(source, out)
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
+    """Have the disk keep a folder and all in it."""
     for path in folder.rglob("*"):
         _flush_entry(path)
     _flush_entry(folder)

@@ -7,7 +7,7 @@ in every error. A hook implementation may leave out parameters that it does not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +84,11 @@ class Hooks:
         raise NotImplementedError
 
     @hookspec
-    def save_checkpoint(self, worker: Worker, directory: Path, contents: Sequence[str]) -> None:
+    def save_checkpoint(self, worker: Worker, directory: Path, contents: Sequence[str]) -> Callable[[], None] | None:
         """Write `contents` of a worker (of: model, optimizer, extra, hf_model) to `directory`. Every rank; collective.
+
+        May only copy the state, and return what then writes it. That is called once, on every rank, in a thread beside
+        training where checkpoint.async_save is set; so it must use no process group that training uses.
 
         Called only on the plugin that made the worker. hf_model goes to `directory / "hf"`, everything else directly into
         `directory`. A full disk may surface as OSError on any rank.

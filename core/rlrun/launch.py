@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rlrun.checkpoint import Checkpoint, Checkpoints, find
-from rlrun.collector import AnswerCollector, Collector, RolloutCollector
+from rlrun.collector import AheadCollector, AnswerCollector, Collector, RolloutCollector
 from rlrun.config.changes import changes
 from rlrun.config.load import save_resolved
 from rlrun.config.validate import validate_resolved
@@ -165,6 +165,8 @@ class Run:
         self.checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
         self.generator: Generator | None = None
         self.trackers: list[Any] = []
+        self._unpublished: tuple[int, set[str]] | None = None
+        """Step and needed checkpoints of one that ranks still write."""
         self._failed: set[str] = set()
         self._closing = ExitStack()
 
@@ -211,7 +213,8 @@ class Run:
     def collector(self, stage: StageConfig, algorithm: Algorithm) -> Collector:
         if algorithm.online:
             assert self.generator is not None
-            return RolloutCollector(self.config, stage, self.sampler, self.generator, algorithm)
+            kind = AheadCollector if self.config.rollout.max_staleness else RolloutCollector
+            return kind(self.config, stage, self.sampler, self.generator, algorithm)
         return AnswerCollector(stage, self.sampler, self.tokenizer, algorithm)
 
     def policy_path(self, checkpoint: str | None) -> str:
@@ -223,21 +226,36 @@ class Run:
             raise RunError(f"{path} is needed by this stage, but was not saved", "add hf_model to checkpoint.save_contents")
         return str(path)
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Save every trainable role and the trainer's state. Raises OSError where the disk is full, on whichever rank."""
-        contents = self.config.checkpoint.save_contents
-
-        def write(directory: Path) -> None:
+    def save(self, state: Mapping[str, Any], background: bool = False) -> None:
+        """Save every trainable role and the trainer's state. In the background, ranks copy their state and go on, and
+        `publish` completes the checkpoint. Raises OSError where the disk is full, on whichever rank."""
+        assert self._unpublished is None
+        contents, step, latest = self.config.checkpoint.save_contents, state["step"], self.checkpoints.latest()
+        if latest and latest.step == step:
+            return
+        with self._writing(step):
+            directory = self.checkpoints.begin(step, dict(state))
             for role, request in self.workers.roles.items():
                 if request.trainable:
                     parts = contents if role == "actor" else [c for c in contents if c != "hf_model"]
-                    self.workers.save(role, directory / role, parts)
+                    self.workers.save(role, directory / role, parts, background)
+            self._unpublished = step, {state["stage_start"]}
+        if not background:
+            self.publish(wait=True)
 
-        latest = self.checkpoints.latest()
-        if latest and latest.step == state["step"]:
-            return
+    def publish(self, wait: bool) -> None:
+        """Complete the checkpoint that ranks write, where all have or `wait` is set. Raises OSError like `save`."""
+        if self._unpublished and (wait or self.workers.saved()):
+            (step, needed), self._unpublished = self._unpublished, None
+            with self._writing(step):
+                self.workers.finish_saving()
+                self.checkpoints.publish(step, needed)
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
         try:
-            self.checkpoints.save(state["step"], dict(state), write, {state["stage_start"]})
+            with self.checkpoints.writing(step):
+                yield
         except RankError as error:
             if isinstance(error.cause, OSError):
                 raise error.cause from error

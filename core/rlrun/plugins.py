@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
@@ -132,9 +132,10 @@ class Plugins:
             raise PluginError(f"hook patch_attention was answered by {both}", "list only one of them")
         return next(iter(given.values()), None)
 
-    def save_checkpoint(self, worker: Worker, directory: Path, contents: Sequence[str]) -> None:
-        """Write a worker's state, by the plugin that made it."""
-        self._checkpoint("save_checkpoint", worker, directory, contents)
+    def save_checkpoint(self, worker: Worker, directory: Path, contents: Sequence[str]) -> Callable[[], None] | None:
+        """Write a worker's state, by the plugin that made it, or copy it: what is returned then writes."""
+        write: Callable[[], None] | None = self._checkpoint("save_checkpoint", worker, directory, contents)
+        return write
 
     def load_checkpoint(self, worker: Worker, directory: Path, contents: Sequence[str]) -> None:
         """Restore a worker's state, by the plugin that made it."""
@@ -188,11 +189,11 @@ class Plugins:
         impls = getattr(self._manager.hook, hook).get_hookimpls()
         return any(i.plugin is self._found[name].plugin and not _wraps(i) for i in impls)
 
-    def _checkpoint(self, hook: str, worker: Worker, directory: Path, contents: Sequence[str]) -> None:
+    def _checkpoint(self, hook: str, worker: Worker, directory: Path, contents: Sequence[str]) -> Any:
         provider = self.provider("backend", worker.spec.backend)
         if not self._implements(provider, hook):
             raise PluginError(f"{self._found[provider]} has no {hook}")
-        self._call(hook, provider, worker=worker, directory=directory, contents=contents)
+        return self._call(hook, provider, worker=worker, directory=directory, contents=contents)
 
     def _call(self, hook: str, name: str, **arguments: Any) -> Any:
         """Call a hook on one plugin, inside the wrappers of all. None where the plugin does not implement it."""

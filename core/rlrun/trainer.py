@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlrun.batch import Batch
+from rlrun.batch import Batch, mini_batches
 from rlrun.errors import RunError, Terminated
 from rlrun.hookspecs import Step
 from rlrun.metrics import Value, data_metrics, merge, of_role, performance_metrics, results, timing_metrics
@@ -69,9 +70,9 @@ class Trainer:
             return
         algorithm, collector = self._begin(stage, total, state, start)
         if not self.step and self.config.validation.at_start:
-            self.run.track(self.step, self._validate(algorithm, force=True))
+            self.run.track(self.step, self._validate(algorithm, collector, force=True))
         while self.stage_step < total:
-            self._boundary = self.state(algorithm)
+            self._boundary = self.state(algorithm, collector)
             self._maybe_stop()
             self.timings = {}
             began = time.perf_counter()
@@ -79,13 +80,15 @@ class Trainer:
             self.step, self.stage_step = self.step + 1, self.stage_step + 1
             last = self.stage_step == total
             self.timings["step"] = time.perf_counter() - began
-            validated = self._validate(algorithm, last and self.config.validation.at_end)
+            validated = self._validate(algorithm, collector, last and self.config.validation.at_end)
             if last and not self.updates:
                 raise RunError(f"stage {self.stage} changed no model: in all its steps nothing to train on or no finite gradient")
             every, stop = self.config.checkpoint.every, self.run.stop.is_set()
             self.row = {**metrics, **validated, **self._standing()}
             if last or stop or (every and self.step % every == 0):
-                self._save(self.state(algorithm), final=last)
+                self._save(self.state(algorithm, collector), last, self.config.checkpoint.async_save and not (last or stop))
+            with self._saving():
+                self.run.publish(wait=False)
             self.run.track(self.step, {**self.row, **self._standing(), **timing_metrics(self.timings)})
             if stop and not (last and self.stage == len(self.config.stages) - 1):
                 raise Terminated(f"stopped by a signal after step {self.step}; the same command goes on from there")
@@ -116,11 +119,7 @@ class Trainer:
         return algorithm, self.run.collector(stage, algorithm)
 
     def _step(self, stage: StageConfig, algorithm: Algorithm, collector: Collector) -> dict[str, float]:
-        if algorithm.online:
-            with self._phase("update_weights"):
-                self.run.workers.sync(self.step)
-        with self._phase("gen"):
-            batch, collected = collector.next(self.step)
+        batch, collected = collector.next(self.step, self._phase, self.stage_step + 1 == self.total)
         self.run.workers.sleep()
         self._maybe_stop()
         if batch is None:
@@ -130,7 +129,7 @@ class Trainer:
             return results(merge([self._empty(stage, collected), parts[1]]))
         losses = algorithm.losses(self.stage_step)
         for _ in range(stage.algorithm.epochs_per_step):
-            for mini in self._mini_batches(batch, stage):
+            for mini in mini_batches(batch, stage.algorithm.prompts_per_update or stage.algorithm.prompts_per_step):
                 denominators = mini.denominators()
                 if not denominators["tokens"]:  # an optimizer would move the model by its momentum alone
                     continue
@@ -145,6 +144,9 @@ class Trainer:
         described = data_metrics(batch, self.config.rollout.max_new_tokens, data.max_prompt_tokens)
         metrics = results(merge([*parts, self.run.workers.memory(), described]))
         metrics |= {**performance_metrics(batch, self.timings, ranks), **timing_metrics(self.timings, batch)}
+        if metrics.get("rollout/gap_mean", 0.0) > (self.config.rollout.gap_limit or math.inf):
+            raise RunError(f"rollout/gap_mean is {metrics['rollout/gap_mean']:.3g}, above rollout.gap_limit: the engine and the "
+                           "trainer are not the same policy any more")
         self._dump(collector.records(), f"step_{self.step + 1:06d}", self.config.trainer.dump_rollouts_every)
         algorithm.observe(metrics)
         extra = self.run.plugins.compute_metrics(Step(self.step + 1, self.stage, self.config, batch, metrics))
@@ -177,39 +179,40 @@ class Trainer:
         log.warning("step %d: nothing to train on, skipped", self.step)
         return collected
 
-    def _mini_batches(self, batch: Batch, stage: StageConfig) -> Iterator[Batch]:
-        """Mini-batches of whole prompt groups, in the batch's order."""
-        groups = batch.atoms("group")
-        size = stage.algorithm.prompts_per_update or stage.algorithm.prompts_per_step
-        for start in range(0, len(groups), size):
-            yield batch.select([row for rows in groups[start : start + size] for row in rows])
-
-    def _validate(self, algorithm: Algorithm, force: bool) -> dict[str, float]:
+    def _validate(self, algorithm: Algorithm, collector: Collector, force: bool) -> dict[str, float]:
         every = self.config.validation.every
         if not self.run.validation or not (force or (every and self.step % every == 0)):
             return {}
+        collector.settle()
         with self._phase("testing"):
             metrics, records = validate(self.run, algorithm, self.step)
         self._dump(records, f"validation_{self.step:06d}", 1)
         return metrics
 
-    def _save(self, state: dict[str, Any], final: bool) -> None:
-        """Save all trainable roles. A full disk is counted and survived, except where the next stage needs the result."""
+    def _save(self, state: dict[str, Any], final: bool, background: bool = False) -> None:
+        """Save all trainable roles, once what is saved in the background is complete."""
+        with self._saving(), self._phase("save_checkpoint"):
+            self.run.publish(wait=True)
+        with self._saving(final), self._phase("save_checkpoint"):
+            self.run.save(state, background)
+
+    @contextmanager
+    def _saving(self, final: bool = False) -> Iterator[None]:
+        """A full disk is counted and survived, except where the next stage needs the result."""
         try:
-            with self._phase("save_checkpoint"):
-                self.run.save(state)
+            yield
         except OSError as error:
             self.counters["checkpoint/failures"] += 1
             if final:
                 raise RunError(f"the last checkpoint of stage {self.stage} could not be written: {error}") from error
             log.error("checkpoint of step %d failed, training goes on: %s", self.step, error)
 
-    def state(self, algorithm: Algorithm) -> dict[str, Any]:
+    def state(self, algorithm: Algorithm, collector: Collector) -> dict[str, Any]:
         """All that the driver must know to go on from here, JSON-able."""
         done = self.stage == len(self.config.stages) - 1 and self.stage_step == self.total
         return {"done": done, "step": self.step, "stage": self.stage, "stage_step": self.stage_step,
                 "stage_start": self.stage_start, "updates": self.updates, "counters": dict(self.counters), "metrics": self.row,
-                "sampler": self.run.sampler.state_dict(), "algorithm": algorithm.state_dict()}
+                "sampler": collector.position(), "algorithm": algorithm.state_dict()}
 
     def _standing(self) -> dict[str, float]:
         return {"training/global_step": self.step, "training/stage": self.stage, "training/epoch": self.run.sampler.epoch,
@@ -228,6 +231,8 @@ class Trainer:
         self.counters["training/skipped_updates"] += skipped
         self.updates += not skipped
         if in_a_row >= self.config.trainer.max_skipped_updates:
+            with self._saving():
+                self.run.publish(wait=True)
             raise RunError(f"{in_a_row} updates of the {role} in a row had a non-finite gradient "
                            "(trainer.max_skipped_updates); the last checkpoint is from before them or unaffected by them")
 

@@ -116,8 +116,17 @@ class WorkerGroup:
             if rank in self.engines:
                 yield completions
 
-    def save(self, role: str, directory: Path, contents: Sequence[str]) -> None:
-        self.call("save", role, str(directory), list(contents))
+    def save(self, role: str, directory: Path, contents: Sequence[str], background: bool = False) -> None:
+        """Save a role; in the background, it is written by the time that `finish_saving` returns."""
+        self.call("save", role, str(directory), list(contents), background)
+
+    def saved(self) -> bool:
+        """Whether all that is saved in the background is written, or failed."""
+        return all(self.call("saved"))
+
+    def finish_saving(self) -> None:
+        """Wait for what is saved in the background. Raises what went wrong there."""
+        self.call("finish_saving")
 
     def load(self, role: str, directory: Path, contents: Sequence[str]) -> None:
         self.call("load", role, str(directory), list(contents))

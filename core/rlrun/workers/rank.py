@@ -9,8 +9,10 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,10 @@ class Rank:
         self.config = config
         self.workers: dict[str, Worker] = {}
         self.engine: Rollout | None = None
+        self.active: str | None = None
+        """The role whose state was last brought to the device."""
+        self.writer = ThreadPoolExecutor(1)
+        self.writes: list[Future[None]] = []
         self.channel: WeightChannel | None = None
         self.device = torch.device("cuda:0" if device == "cuda" else device)  # a rank sees its own GPU alone
         if self.device.type == "cuda":
@@ -75,24 +81,36 @@ class Rank:
 
     def build(self, role: str, request: RoleRequest, layout: Layout, total_updates: int | None, want: frozenset[str]) -> None:
         """Make this rank's worker of a role, in the place of one of that name."""
-        self.workers.pop(role, None)
+        self.drop(role)
+        self._use(None)
         spec = RoleSpec(role, self.config.actor.backend, request, self.config, self.plugins, self.rank, self.device,
                         total_updates, want)
         self.workers[role] = self.plugins.make_worker(spec=spec, layout=layout)
+        self.active = role
 
     def drop(self, role: str) -> None:
         """Let go of a role that the next stage does not need."""
         self.workers.pop(role, None)
+        self.active = None if self.active == role else self.active
+
+    def _use(self, role: str | None) -> Any:
+        """A role's worker, its state on the device; the one used before gives up what its configuration says."""
+        if self.active not in (None, role):
+            self.workers[self.active].offload()
+        if role is not None and self.active != role:
+            self.workers[role].onload()
+        self.active = role
+        return None if role is None else self.workers[role]
 
     def forward(
         self, role: str, batch: Batch, want: AbstractSet[str], temperature: float
     ) -> dict[str, torch.Tensor]:
-        return {name: column.cpu() for name, column in self.workers[role].forward(batch, want, temperature).items()}
+        return {name: column.cpu() for name, column in self._use(role).forward(batch, want, temperature).items()}
 
     def update(
         self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom
     ) -> dict[str, Value]:
-        return self.workers[role].update(batch, loss, denominators, temperature, atom)
+        return self._use(role).update(batch, loss, denominators, temperature, atom)
 
     def start_engine(self) -> None:
         """Start this rank's engine, or its part of one, asleep: the models' memory is not taken by it."""
@@ -104,13 +122,14 @@ class Rank:
     def sync_weights(self, version: int) -> None:
         """Give the actor's weights to the engine, here or over the channel; every rank takes part. Memory is given back
         before each of the engine's own demands for it."""
-        weights = self.workers["actor"].weights() if self.rank < self.config.resources.train_ranks else self._received()
+        weights = self._use("actor").weights() if self.rank < self.config.resources.train_ranks else self._received()
         if self.engine is None:
             self._send(weights)
             return
         empty_cache(self.device)
         self.engine.wake(["weights"])
         self.engine.load_weights(weights, version)
+        self._use(None)
         empty_cache(self.device)
         self.engine.wake(["kv_cache"])
 
@@ -132,11 +151,24 @@ class Rank:
         assert self.engine is not None
         self.engine.sleep()
 
-    def save(self, role: str, directory: str, contents: Sequence[str]) -> None:
-        self.plugins.save_checkpoint(self.workers[role], Path(directory), contents)
+    def save(self, role: str, directory: str, contents: Sequence[str], background: bool) -> None:
+        write = self.plugins.save_checkpoint(self._use(role), Path(directory), contents)
+        if write is not None:  # in the background too, all ranks write one role after the other
+            self.writes.append(self.writer.submit(write))
+        if not background:
+            self.finish_saving()
+
+    def saved(self) -> bool:
+        return all(write.done() for write in self.writes)
+
+    def finish_saving(self) -> None:
+        writes, self.writes = self.writes, []
+        wait(writes)
+        for write in writes:
+            write.result()
 
     def load(self, role: str, directory: str, contents: Sequence[str]) -> None:
-        self.plugins.load_checkpoint(self.workers[role], Path(directory), contents)
+        self.plugins.load_checkpoint(self._use(role), Path(directory), contents)
 
     def memory(self) -> dict[str, Value]:
         """Peak device memory so far, in GB; nothing on a CPU."""
@@ -148,6 +180,7 @@ class Rank:
         }
 
     def close(self) -> None:
+        self.writer.shutdown()
         self.workers.clear()
         self.engine = None
         if dist.is_initialized():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,13 +16,17 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from rlrun.checkpoint import flush
 from rlrun.models.loading import export
 
 if TYPE_CHECKING:
     from rlrun_fsdp.worker import FsdpWorker
+
+Result = TypeVar("Result")
 
 _FULL_BYTES = 1 << 20
 """A disk with less room than this is full."""
@@ -29,23 +34,65 @@ _WRITER_ERRORS = ("inline_container.cc", "os error ")
 """What torch.save and safetensors say where a write fails; at a quota the disk itself is not full."""
 
 
-def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
-    """Write `contents` (model, optimizer, extra, hf_model). Collective; a failure on any rank raises on all."""
-    _together(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
+class Staging:
+    """Copies of a worker's state in host memory, so that it can be written while training goes on. Those of a GPU's state
+    are in pinned memory, which is kept for the next time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type == "cuda"
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=self.pinned)
+        self.whole: dict[str, Tensor] = {}
+
+    def weights(self, weights: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
+        """Take all of `weights`, in lockstep with other ranks; copy them where `keep` is set."""
+        for name, tensor in weights:
+            if keep:
+                if name not in self.whole:
+                    self.whole[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+                self.whole[name].copy_(tensor, non_blocking=True)
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+        copied, self.whole = self.whole, self.whole if self.pinned else {}
+        return copied
+
+
+@cache
+def _writers(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """All ranks once more, for what they say to each other while they write beside training."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> Callable[[], None]:
+    """Take `contents` (model, optimizer, extra, hf_model), as copies where checkpoint.async_save is set. Collective.
+
+    The function that is returned writes them; a failure on any rank raises there on all.
+    """
+    first, group = dist.get_rank() == 0, _writers(dist.distributed_c10d._get_default_group())
     state = _sharded_state(worker, contents)
-    if state:
-        _together(directory, lambda: dcp_save(state, storage_writer=FileSystemWriter(directory, sync_files=True)))
-    if "extra" in contents:
-        _together(directory, lambda: torch.save(_extra(worker), _extra_path(directory, dist.get_rank())))
-    if "hf_model" in contents:
-        first = dist.get_rank() == 0
-        weights = [(name, tensor.cpu()) for name, tensor in worker.weights() if first]
-        _together(directory, lambda: _export(worker, weights, directory / "hf") if first else None)
+    if state and worker.spec.config.checkpoint.async_save:
+        state = worker.staging.stager.stage(state)
+    extra = _together(directory, group, lambda: _extra(worker)) if "extra" in contents else None
+    whole = worker.staging.weights(worker.weights(), first) if "hf_model" in contents else None
+
+    def write() -> None:
+        _together(directory, group, lambda: directory.mkdir(parents=True, exist_ok=True))
+        if state:
+            writer = FileSystemWriter(directory, sync_files=True)
+            _together(directory, group, lambda: dcp_save(state, storage_writer=writer, process_group=group))
+        if extra is not None:
+            _together(directory, group, lambda: torch.save(extra, _extra_path(directory, dist.get_rank())))
+        if whole is not None:
+            _together(directory, group, lambda: _export(worker, whole, directory / "hf") if first else None)
+        _together(directory, group, lambda: flush(directory) if first else None)
+
+    return write
 
 
-def _export(worker: FsdpWorker, weights: list[tuple[str, Tensor]], directory: Path) -> None:
+def _export(worker: FsdpWorker, weights: dict[str, Tensor], directory: Path) -> None:
     model = worker.spec.config.model
-    export(weights, directory, worker.spec.request.path or model.path, model.tokenizer or model.path)
+    export(weights.items(), directory, worker.spec.request.path or model.path, model.tokenizer or model.path)
 
 
 def load(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
@@ -55,7 +102,7 @@ def load(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
     if state:
         dcp_load(state, storage_reader=FileSystemReader(directory))
     if "model" in state:
-        sd.set_model_state_dict(worker.model, state["model"])
+        sd.set_model_state_dict(worker.model, state["model"], options=_options(worker))
     if "optimizer" in state:
         assert worker.optimizer is not None
         groups = sd.get_optimizer_state_dict(worker.model, worker.optimizer)["param_groups"]
@@ -72,21 +119,26 @@ def load(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
 def _sharded_state(worker: FsdpWorker, contents: Sequence[str]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if "model" in contents:
-        state["model"] = sd.get_model_state_dict(worker.model)
+        state["model"] = sd.get_model_state_dict(worker.model, options=_options(worker))
     if "optimizer" in contents and worker.optimizer is not None:
         state["optimizer"] = sd.get_optimizer_state_dict(worker.model, worker.optimizer)["state"]
     return state
 
 
-def _together(directory: Path, action: Callable[[], object]) -> None:
+def _options(worker: FsdpWorker) -> sd.StateDictOptions:
+    """Of a model with adapters, these alone are kept."""
+    return sd.StateDictOptions(ignore_frozen_params=worker.adapted, strict=not worker.adapted)
+
+
+def _together(directory: Path, group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
     """Do something on each rank; where it fails on any, raise on all: OSError where a disk is to blame."""
     error: BaseException | None = None
     try:
-        action()
+        result = action()
     except (Exception, CheckpointException) as failed:  # noqa: BLE001 - raised below, after the other ranks know
         error = failed
     failures: list[tuple[str, bool] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, (repr(error), _of_disk(error, directory)) if error else None)
+    dist.all_gather_object(failures, (repr(error), _of_disk(error, directory)) if error else None, group=group)
     for rank, failure in enumerate(failures):
         if failure is not None and failure[1]:
             raise OSError(f"{directory} could not be written by rank {rank}: {failure[0]}") from error
@@ -95,6 +147,7 @@ def _together(directory: Path, action: Callable[[], object]) -> None:
     for rank, failure in enumerate(failures):
         if failure is not None:
             raise RuntimeError(f"saving failed on rank {rank}: {failure[0]}")
+    return result
 
 
 def _of_disk(error: BaseException, directory: Path) -> bool:

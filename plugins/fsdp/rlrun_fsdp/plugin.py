@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
@@ -50,18 +50,18 @@ def plugin_info() -> PluginInfo:
 
 @hookimpl
 def make_worker(spec: RoleSpec, layout: Layout) -> Worker:
-    from rlrun_fsdp.worker import FsdpWorker
+    from rlrun_fsdp.worker import make
 
-    return FsdpWorker(spec, layout)
+    return make(spec, layout)
 
 
 @hookimpl
-def save_checkpoint(worker: Worker, directory: Path, contents: Sequence[str]) -> None:
+def save_checkpoint(worker: Worker, directory: Path, contents: Sequence[str]) -> Callable[[], None]:
     from rlrun_fsdp import checkpoint
     from rlrun_fsdp.worker import FsdpWorker
 
     assert isinstance(worker, FsdpWorker)
-    checkpoint.save(worker, directory, contents)
+    return checkpoint.save(worker, directory, contents)
 
 
 @hookimpl

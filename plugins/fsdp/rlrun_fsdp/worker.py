@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ from rlrun.metrics import Value
 from rlrun.models.loading import saved_weights
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
-from rlrun_fsdp.lora import adapters, add_adapters
+from rlrun_fsdp.checkpoint import Staging
+from rlrun_fsdp.lora import adapters, add_adapters, switched_off
 from rlrun_fsdp.plugin import FsdpConfig
 from rlrun_fsdp.sharding import fill, gather, load_first, materialize, tensors_of
 
@@ -70,6 +72,7 @@ class FsdpWorker:
             fill(self.model, loaded, spec.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self._make_optimizer() if spec.request.trainable else None
+        self.staging = Staging(spec.device)
         self.updates = 0
         """Optimizer steps taken in this stage: what the learning-rate schedule counts."""
 
@@ -271,3 +274,34 @@ class FsdpWorker:
         if optimizer and self.optimizer is not None:
             for state in self.optimizer.state.values():
                 state.update({name: x.to(device) for name, x in state.items()})
+
+
+class Base(FsdpWorker):
+    """An actor's model without its adapters: the reference, and no second copy of anything."""
+
+    def __init__(self, spec: RoleSpec, actor: FsdpWorker) -> None:
+        self.__dict__.update(actor.__dict__)
+        self.spec, self.actor, self.optimizer = spec, actor, None
+
+    def forward(self, batch: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
+        """See `Worker.forward`."""
+        with switched_off(self.model):
+            return super().forward(batch, want, temperature)
+
+
+_adapted: WeakSet[FsdpWorker] = WeakSet()
+"""This process's actor, where it has adapters."""
+
+
+def make(spec: RoleSpec, layout: Layout) -> FsdpWorker:
+    """The worker of a role; of a frozen model that an actor with adapters holds already, that one's."""
+    request = spec.request
+    for actor in _adapted:
+        theirs = actor.spec.request
+        if not request.trainable and (request.path, request.dtype, request.head) == (theirs.path, theirs.dtype, theirs.head):
+            return Base(spec, actor)
+    worker = FsdpWorker(spec, layout)
+    if worker.adapted:
+        _adapted.clear()
+        _adapted.add(worker)
+    return worker

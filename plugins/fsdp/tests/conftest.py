@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,11 @@ def make_config(path: str | Path, **changes: Any) -> Config:
 
 
 def make_worker(config: Config, want: tuple[str, ...] = ("log_probs", "entropy"), trainable: bool = True,
-                head: str = "lm", total_updates: int | None = None, path: str | None = None) -> FsdpWorker:
+                head: str = "lm", total_updates: int | None = None, path: str | None = None, role: str = "actor") -> FsdpWorker:
     ranks = dist.get_world_size()
     layout = Fsdp.layout(config, ranks, 1)
     request = RoleRequest(trainable, path or config.model.path, config.ref.dtype or config.model.dtype, head)
-    spec = RoleSpec("actor", "fsdp", request, config, Plugins.load(["fsdp"]), dist.get_rank(), torch.device("cpu"),
+    spec = RoleSpec(role, "fsdp", request, config, Plugins.load(["fsdp"]), dist.get_rank(), torch.device("cpu"),
                     total_updates, frozenset(want))
     worker = spec.plugins.make_worker(spec=spec, layout=layout)
     assert isinstance(worker, FsdpWorker)
@@ -98,6 +99,12 @@ def full_weights(worker: FsdpWorker) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in worker.weights()}
 
 
+def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
+    write = worker.spec.plugins.save_checkpoint(worker, directory, contents)
+    assert write is not None
+    write()
+
+
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2: the architecture that computes in float64 throughout, and to which positions are not just relative."""
@@ -120,4 +127,4 @@ def tools() -> Any:
 
     return types.SimpleNamespace(
         TermsLoss=TermsLoss, make_config=make_config, make_worker=make_worker, make_batch=make_batch, my_shard=my_shard,
-        full_weights=full_weights)
+        full_weights=full_weights, save=save)

@@ -33,7 +33,7 @@ def train(tools, config, batch, steps, load=None, save=None, contents=CONTENTS):
     mine, counts = tools.my_shard(batch), batch.denominators()
     lrs = [worker.update(mine, tools.TermsLoss(), counts, 0.7)["lr"].result for _ in range(steps)]
     if save is not None:
-        plugins.save_checkpoint(worker, save, contents)
+        tools.save(worker, save, contents)
     return lrs, resumed, whole_state(worker)
 
 
@@ -78,7 +78,7 @@ def test_saving_changes_nothing(gpt2, ranks1, tools, tmp_path):
     def run(save):
         worker = tools.make_worker(config, total_updates=10)
         if save:
-            worker.spec.plugins.save_checkpoint(worker, tmp_path, CONTENTS)
+            tools.save(worker, tmp_path, CONTENTS)
         worker.update(batch, tools.TermsLoss(), batch.denominators(), 0.7)
         return whole_state(worker)
 
@@ -106,7 +106,7 @@ def test_random_states(gpt2, ranks2, tools, tmp_path):
         for seeder in (random.seed, np.random.seed, torch.manual_seed):
             seeder(100 + dist.get_rank())
         draws()
-        worker.spec.plugins.save_checkpoint(worker, tmp_path, ["extra"])
+        tools.save(worker, tmp_path, ["extra"])
         return draws()
 
     def load():
@@ -130,7 +130,7 @@ def test_export(llama, ranks2, tools, tmp_path, dtype):
     def run():
         worker = tools.make_worker(tools.make_config(llama, model__dtype=dtype))
         worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
-        worker.spec.plugins.save_checkpoint(worker, tmp_path, ["hf_model"])
+        tools.save(worker, tmp_path, ["hf_model"])
         return worker.forward(batch, {"log_probs"}, 0.7)["log_probs"]
 
     mine = ranks2.run(run)[0]
@@ -152,7 +152,7 @@ def test_critic_export(gpt2, ranks2, tools, tmp_path):
     def run():
         worker = tools.make_worker(config, ("values",), head="value")
         worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
-        worker.spec.plugins.save_checkpoint(worker, tmp_path, ["model", "optimizer", "hf_model"])
+        tools.save(worker, tmp_path, ["model", "optimizer", "hf_model"])
         values = worker.forward(batch, {"values"}, 0.7)["values"]
         resumed = tools.make_worker(config, ("values",), head="value")
         resumed.spec.plugins.load_checkpoint(resumed, tmp_path, ["model", "optimizer"])
@@ -182,9 +182,9 @@ def test_a_full_disk_reaches_all_ranks(gpt2, ranks2, tools, tmp_path, contents, 
         try:
             if dist.get_rank() == 0:
                 with full:
-                    worker.spec.plugins.save_checkpoint(worker, tmp_path, contents)
+                    tools.save(worker, tmp_path, contents)
             else:
-                worker.spec.plugins.save_checkpoint(worker, tmp_path, contents)
+                tools.save(worker, tmp_path, contents)
         except Exception as error:  # noqa: BLE001 - what it is, is what is tested
             chain = [error]
             while chain[-1].__cause__ is not None:
@@ -210,7 +210,7 @@ def test_only_a_disk_is_forgiven(gpt2, ranks2, tools, tmp_path):
         broken = mock.patch("rlrun_fsdp.checkpoint._extra", side_effect=KeyError("a bug on rank 0"))
         with broken if dist.get_rank() == 0 else mock.patch("os.devnull", "unused"):
             try:
-                worker.spec.plugins.save_checkpoint(worker, tmp_path, ["extra"])
+                tools.save(worker, tmp_path, ["extra"])
             except Exception as error:  # noqa: BLE001 - what it is, is what is tested
                 return type(error).__name__, str(error)
         return None
@@ -232,7 +232,7 @@ def test_uneven_shards_are_exported(ranks2, tools, tmp_path):
 
     def run():
         worker = tools.make_worker(config)
-        worker.spec.plugins.save_checkpoint(worker, tmp_path, ["hf_model"])
+        tools.save(worker, tmp_path, ["hf_model"])
 
     ranks2.run(run)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
@@ -252,7 +252,7 @@ def test_first_update_at_another_number_of_ranks(gpt2, ranks1, ranks2, tools, tm
             worker.spec.plugins.load_checkpoint(worker, load, CONTENTS)
         metrics = worker.update(tools.my_shard(batch), loss, batch.denominators(), 0.7)
         if save is not None:
-            worker.spec.plugins.save_checkpoint(worker, save, CONTENTS)
+            tools.save(worker, save, CONTENTS)
         return metrics, tools.full_weights(worker), merge
 
     ranks2.run(update, None, tmp_path)
@@ -262,3 +262,75 @@ def test_first_update_at_another_number_of_ranks(gpt2, ranks1, ranks2, tools, tm
         assert metrics[name].result == pytest.approx(value.result, rel=1e-9, abs=1e-9), name
     for name, tensor in two[0][1].items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_asynchronous_save(gpt2, ranks2, tools, tmp_path):
+    """What is written while training goes on is the state of the moment of saving; the next save's copies do not mix."""
+    batch, config = tools.make_batch(), adam(tools, gpt2, checkpoint__async_save=True)
+
+    def run():
+        from concurrent.futures import ThreadPoolExecutor
+
+        worker = tools.make_worker(config, total_updates=10)
+        mine, counts = tools.my_shard(batch), batch.denominators()
+        worker.update(mine, tools.TermsLoss(), counts, 0.7)
+        before, sent = whole_state(worker), tools.full_weights(worker)
+        write = worker.spec.plugins.save_checkpoint(worker, tmp_path, [*CONTENTS, "hf_model"])
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(write)
+            for _ in range(3):
+                worker.update(mine, tools.TermsLoss(), counts, 0.7)
+            written.result()
+        assert not same(whole_state(worker), before)
+        return before, sent
+
+    from safetensors.torch import load_file
+
+    before, sent = ranks2.run(run)[0]
+    exported = load_file(tmp_path / "hf/model.safetensors")
+    assert same(exported, sent)
+    for lrs, resumed, _ in ranks2.run(train, tools, config, batch, 1, tmp_path):
+        assert same(resumed, before)
+        assert lrs == pytest.approx([0.01 * 2 / 3])
+
+
+def test_adapters(llama, ranks1, ranks2, tools, tmp_path):
+    """Low-rank adapters train alone, at any number of ranks alike; weights and export are merged; a checkpoint holds the
+    adapters, and resumes; the reference is the actor with them switched off."""
+    from safetensors.torch import load_file
+
+    batch = tools.make_batch()
+    config = tools.make_config(llama, model__dtype="float32", fsdp__lora__rank=2, fsdp__lora__alpha=16, actor__optim__lr=1.0)
+
+    def update(load=None, save=None):
+        worker = tools.make_worker(config)
+        ref = tools.make_worker(config, trainable=False, role="ref")
+        base = ref.forward(batch, {"log_probs"}, 0.7)["log_probs"]
+        if load is not None:
+            worker.spec.plugins.load_checkpoint(worker, load, CONTENTS)
+        else:
+            assert torch.equal(worker.forward(batch, {"log_probs"}, 0.7)["log_probs"], base), "adapters begin at nothing"
+            for _ in range(2):
+                worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
+        if save is not None:
+            tools.save(worker, save, [*CONTENTS, "hf_model"])
+        after = worker.forward(batch, {"log_probs"}, 0.7)["log_probs"]
+        assert torch.equal(ref.forward(batch, {"log_probs"}, 0.7)["log_probs"], base)
+        assert ref.model is worker.model
+        merged = tools.make_worker(tools.make_config(save / "hf", model__dtype="float32")) if save is not None else worker
+        torch.testing.assert_close(merged.forward(batch, {"log_probs"}, 0.7)["log_probs"], after, rtol=1e-4, atol=1e-4)
+        return after, tools.full_weights(worker), sum(p.numel() for p in worker.parameters)
+
+    [(after, weights, trained)] = ranks1.run(update)
+    before = load_file(llama / "model.safetensors")
+    assert weights.keys() == before.keys()
+    assert torch.equal(weights["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    moved = [float((weights[n] - x).norm() / x.norm()) for n, x in before.items() if "proj" in n]
+    assert min(moved) > 1e-4
+    assert trained < sum(x.numel() for x in before.values()) / 2
+    for got, streamed, _ in ranks2.run(update, None, tmp_path / "two"):
+        torch.testing.assert_close(got, after, rtol=1e-4, atol=1e-4)
+        for name, x in weights.items():
+            assert (streamed[name] - x).norm() <= 1e-5 * x.norm(), name
+    [(resumed, _, _)] = ranks1.run(update, tmp_path / "two")
+    torch.testing.assert_close(resumed, after, rtol=1e-4, atol=1e-4)
