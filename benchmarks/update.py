@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -219,6 +221,40 @@ def compare(path: str, kind: str, repeats: int) -> None:
         Path(os.environ["PROFILE"], f"profile_{kind}.txt").write_text(table)
 
 
+def saving(path: str) -> None:
+    """How long a checkpoint of model and optimizer holds up training: written at once, and in the background."""
+    worker = make_worker(path, WORK["short"][3])
+    contents = ["model", "optimizer", "extra", "hf_model"]
+    whole = make_batch("short")
+    batch = whole.select(shard(whole, RANKS)[RANK]).select(range(128 if CUDA else 8))
+    alone: list[float] = []
+    for _ in range(2):
+        with timed(alone):
+            worker.update(batch, PolicyLoss(0.2, 0.2, "token_mean"), batch.denominators(), 1.0)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        for later in (False, True, True):
+            worker.spec.config.checkpoint.async_save = later
+            stall: list[float] = []
+            beside: list[float] = []
+            with timed(stall):
+                written = pool.submit(worker.spec.plugins.save_checkpoint(worker, Path(folder, "checkpoint"), contents))
+                if not later:
+                    written.result()
+            began = time.perf_counter()
+            updates = 0
+            while later and not written.done() and not updates:
+                with timed(beside):
+                    worker.update(batch, PolicyLoss(0.2, 0.2, "token_mean"), batch.denominators(), 1.0)
+                updates += 1
+            written.result()
+            say(f"checkpoint, {'in the background' if later else 'blocking'}: training waits {stall[0]:.2f} s; written "
+                f"{time.perf_counter() - began:.1f} s later; update alone {alone[-1]:.2f} s, beside it "
+                f"{beside[0] if beside else 0.0:.2f} s")
+            if RANK == 0:
+                shutil.rmtree(Path(folder, "checkpoint"))
+            dist.barrier()
+
+
 def log_prob_memory() -> None:
     """Log-probabilities of 8,192 tokens over 150,000 words, with their gradient, against all logits at once."""
     tokens, vocab, width = (8192, 150_000, 1536) if CUDA else (256, 5000, 32)
@@ -269,10 +305,10 @@ def save_model(path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["short", "long", "logits"], action="append", help="parts to run; default: all")
+    parser.add_argument("--only", choices=["short", "long", "logits", "save"], action="append", help="parts to run; default: all")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    parts = args.only or ["logits", "short", "long"]
+    parts = args.only or ["logits", "short", "long", "save"]
     if CUDA:
         torch.cuda.set_device(DEVICE)
     store = dist.HashStore() if RANKS == 1 else None
@@ -288,6 +324,8 @@ def main() -> None:
             compare(str(folder), kind, args.repeats)
             if CUDA:
                 torch.cuda.empty_cache()
+    if "save" in parts:
+        saving(str(folder))
     dist.destroy_process_group()
 
 
