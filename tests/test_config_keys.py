@@ -14,6 +14,7 @@ NOT_READ_HERE = {
     "plugins",  # read by the loader
     "data.validation.weight",  # refused
     "resources.ray_address",  # refused with launcher local
+    "stages.algorithm.on_empty",  # read where a step has nothing to train on
 }
 
 
@@ -42,8 +43,13 @@ def test_every_key_is_read(model, tmp_path):
     from rlrun.testing.recording import leaf_keys, recording
 
     path, read = job(tmp_path, model), set()
-    plain = runs.write_run(tmp_path / "plain", model, runs.grpo(1))
-    for run in ([path], [path, "stages.2.steps=3"], [plain]):
+    plain = runs.write_run(tmp_path / "plain", model, runs.grpo(1), environment={"name": "calculator", "kwargs": {"tag": "x"}})
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "a", "rejected": "b"}) + "\n" for i in range(4)))
+    pass_at_k = runs.grpo(1, name="pass_at_k", pass_k=2, correction="token_tis", overlong_buffer=2)
+    dpo = runs.write_run(tmp_path / "dpo", model, {"algorithm": {"name": "dpo", "prompts_per_step": 4}, "steps": 1}, pass_at_k,
+                         data={"train": [{"kind": "jsonl", "path": str(pairs)}]})
+    for run in ([path], [path, "stages.2.steps=3"], [plain], [dpo]):
         config, plugins = load(*run)
         stand_in, seen = recording(config)
         assert launch.run(stand_in, plugins) == 0

@@ -19,7 +19,8 @@ def write_rows(path, rows):
 
 def preferences(first, count):
     """Answers are letters; those of the alphabet's first half are preferred to those of its second."""
-    return [{"prompt": f"{i}:", "chosen": "abcdefgh"[i % 8], "rejected": "stuvwxyz"[i * 5 // 3 % 8]} for i in range(first, first + count)]
+    return [{"prompt": f"{i}:", "chosen": "abcdefgh"[i % 8], "rejected": "stuvwxyz"[i * 5 // 3 % 8]}
+            for i in range(first, first + count)]
 
 
 def choices(first, count):

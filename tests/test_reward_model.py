@@ -127,9 +127,11 @@ def test_refused(model, tmp_path):
 
     good, two = write_reward_model(tmp_path / "rm", "llama"), write_reward_model(tmp_path / "two", "llama", labels=2)
     path = runs.write_run(tmp_path, model, reward={"kind": None, "kwargs": {}})
-    part = "{kind: model, kwargs: {path: %s}}"
-    for parts, message in ((f"{part % good}, {part % good}", "two of kind model"), (part % two, "has 2 outputs"),
-                           (part % tmp_path, "not a model folder"),
-                           ("{kind: model, kwargs: {path: %s, max_tokens: 999}}" % good, "at most 255")):
+
+    def part(folder, more=""):
+        return f"{{kind: model, kwargs: {{path: {folder}{more}}}}}"
+
+    for parts, message in ((f"{part(good)}, {part(good)}", "two of kind model"), (part(two), "has 2 outputs"),
+                           (part(tmp_path), "not a model folder"), (part(good, ", max_tokens: 999"), "at most 255")):
         with pytest.raises(ConfigError, match=message):
             train(path, f"reward.parts=[{parts}]")

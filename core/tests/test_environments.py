@@ -151,7 +151,8 @@ def test_what_an_environment_does_wrong_ends_alone(tmp_path):
         texts = ["go", *wrong, "end"]
         try:
             answers = pool.score([Turn("q", t, "", "s", {}, [{"role": "assistant", "content": t}]) for t in texts])
-            again = pool.score([Turn("q", "go", "", "s", {}, [{"role": "assistant", "content": "more"}], answers[0].state, False)])
+            more = [{"role": "assistant", "content": "more"}]
+            again = pool.score([Turn("q", "more", "", "s", {}, more, answers[0].state, first=False)])
         finally:
             pool.close()
         assert [a.reward for a in answers] == [0.5, *[0.0 if how == "zero" else None] * len(wrong), 0.5]

@@ -1,0 +1,73 @@
+"""The calculator recipe: a policy that uses a tool learns over two turns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+from locally import load, train
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """The recipe's configuration for one rank here, with model and data beside it."""
+    folder = tmp_path_factory.mktemp("calculator")
+    subprocess.run([sys.executable, EXAMPLES / "calculator.py", folder], check=True, capture_output=True)
+    text = (EXAMPLES / "calculator.yaml").read_text().replace("build/calculator", str(folder))
+    (folder / "calculator.yaml").write_text(text.replace("dir: runs", f"dir: {folder}"))
+    return folder / "calculator.yaml"
+
+
+LOCAL = ("plugins=[fsdp]", "resources.train_ranks=1", "resources.launcher=local", "trainer.trackers=[]")
+
+
+def test_demonstrations_are_what_a_run_makes(recipe):
+    """A demonstration's tokens are those of an episode in which the policy says the same, and all questions are distinct."""
+    from rlrun.data.prompts import encode_answer, load_data
+    from rlrun.environments.turns import Episode, Part, continuation
+    from rlrun.models.loading import load_tokenizer
+
+    config, plugins = load(recipe, *LOCAL)
+    tokenizer = load_tokenizer(config.model.path)
+    data = load_data(config.data, tokenizer, plugins)
+    assert not data.counts.get("in_validation")
+    sample = data.train[0][0]
+    call = tokenizer(f"<calc>{sample.prompt.rstrip('=')}</calc>")["input_ids"]
+    episode = Episode(0, sample, "")
+    for ids in ([*call, 1], continuation(tokenizer, [{"role": "tool", "content": sample.extra["result"]}], 1, [1]),
+                [*tokenizer(sample.extra["result"])["input_ids"], 1]):
+        episode.parts.append(Part("policy", tuple(ids), (), ""))
+    assert episode.stream == (*sample.prompt_ids, *encode_answer(tokenizer, sample.answer))
+
+
+def test_two_steps(recipe):
+    """Supervised, then GRPO, with validation by answers and by episodes."""
+    rows = train(recipe, *LOCAL, "run.name=short", "stages.0.steps=1", "stages.1.steps=2", "validation.every=0",
+                 "stages.0.optim.warmup_steps=0", "actor.optim.warmup_steps=0", "stages.1.algorithm.prompts_per_step=4")
+    assert len(rows) == 3
+    assert {"val-core/unseen/nll/mean", "val-core/unseen/acc/mean@1"} <= rows[0].keys()
+    assert "val-core/unseen/acc/mean@1" in rows[2]
+    assert rows[2]["rollout/turns/mean"] >= 1
+
+
+@pytest.mark.slow
+def test_it_learns_over_two_turns(recipe):
+    """GRPO raises the share of unseen sums that come out right, with the tool used in nearly every episode."""
+    train(recipe, *LOCAL, "trainer.dump_rollouts_every=10")
+    run = recipe.parent / "calculator-0"
+    rows = runs.metrics(run)
+    accuracy = [row["val-core/unseen/acc/mean@1"] for row in rows if "val-core/unseen/acc/mean@1" in row]
+    stages = [row["training/stage"] for row in rows if "val-core/unseen/acc/mean@1" in row]
+    warm = accuracy[stages.index(1) - 1]
+    assert accuracy[-1] > warm + 0.1, accuracy
+    assert rows[-1]["rollout/turns/mean"] > 1.8
+    last = [json.loads(line) for line in (run / "rollouts" / f"step_{len(rows):06d}.jsonl").open()]
+    used = [r for r in last if len(r.get("turns", [])) == 3]
+    assert len(used) > 0.8 * len(last)
+    assert all(r["turns"][0]["text"].startswith("<calc>") for r in used)
