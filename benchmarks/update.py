@@ -44,7 +44,7 @@ MODEL = {
     "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 16_384,
 }
 if not CUDA:
-    MODEL |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    MODEL |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORK = {  # sequences a rank, prompt tokens from and to, new tokens, tokens of a micro-batch
     "short": (512, (104, 124), 512, 20_480) if CUDA else (16, (10, 14), 16, 128),
     "long": (64, (1024, 1024), 7168, 16_384) if CUDA else (4, (8, 8), 120, 256),

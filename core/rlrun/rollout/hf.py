@@ -68,6 +68,9 @@ class HfRollout:
             self.model.to("cpu")
             empty_cache(self.device)
 
+    def close(self) -> None:
+        """Nothing outlives the object."""
+
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         if self.policy_version < 0:

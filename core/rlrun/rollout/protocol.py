@@ -76,3 +76,6 @@ class Rollout(Protocol):
 
     def sleep(self) -> None:
         """Give device memory back between generations."""
+
+    def close(self) -> None:
+        """Let go of everything, while the process groups still exist."""

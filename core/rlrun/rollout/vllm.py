@@ -116,6 +116,9 @@ class VllmRollout:
             self.asleep = {"weights", "kv_cache"}
             empty_cache(self.device)
 
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         if self.policy_version < 0:
             raise RuntimeError("generate() before any weights were loaded into the engine")

@@ -182,7 +182,9 @@ class Rank:
     def close(self) -> None:
         self.writer.shutdown()
         self.workers.clear()
-        self.engine = None
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
