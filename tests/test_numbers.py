@@ -87,8 +87,11 @@ def train_on(workers, plugins, config, batch):
             self.workers, self.validation, self.tracked, self.sampler = workers, [], [], self
             self.epoch = 0.0
 
-        def state_dict(self):
+        def position(self):
             return {}
+
+        def settle(self):
+            pass
 
         def stage_steps(self, stage):
             return stage.steps
@@ -96,7 +99,7 @@ def train_on(workers, plugins, config, batch):
         def collector(self, stage, algorithm):
             return self
 
-        def next(self, step):
+        def next(self, *_):
             return batch.select(range(len(batch))), {}
 
         def records(self):
