@@ -7,7 +7,7 @@ import math
 
 import pytest
 import runs
-from locally import train
+from locally import load, train
 
 DPO = {"algorithm": {"name": "dpo", "prompts_per_step": 8}, "steps": 8}
 
@@ -66,6 +66,16 @@ def test_dpo_after_sft(model, tmp_path):
     assert rows[2]["val-core/unseen/nll/mean"] < rows[0]["val-core/unseen/nll/mean"] - 0.1
     assert rows[3]["dpo/loss"] < math.log(2) < rows[3]["dpo/loss"] + 0.1
     assert 0 < rows[3]["dpo/margin"] < 0.1
+
+
+def test_dry_run_counts_pairs(model, tmp_path):
+    """Two samples of each row, and the reference's memory."""
+    from rlrun.plan import dry_run
+
+    plan = dry_run(*load(write(tmp_path, model, DPO, preferences(0, 16), preferences(16, 8))))
+    assert "dpo: 8 steps of 8 prompts, 16 samples" in plan
+    assert "ref: 0.00 GB a rank" in plan
+    assert "engine" not in plan
 
 
 def test_a_row_without_rejected(model, tmp_path):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rlrun.config.validate import validate_resolved
 from rlrun.launch import generates, layout, prompts, stage_steps, user_errors
 from rlrun.models.loading import eos_ids, parameter_count
+from rlrun.rewards.pool import MODEL, reward_parts
 
 if TYPE_CHECKING:
     from rlrun.config.schema import Config
@@ -37,7 +38,8 @@ def _plan(config: Config, plugins: Plugins) -> str:
         o = stage.algorithm
         algorithm = plugins.resolve("algorithm", o.name)(config, stage)
         steps = stage_steps(stage, sampler)
-        samples = o.prompts_per_step * (r.samples_per_prompt if algorithm.online else 1)
+        each = r.samples_per_prompt if algorithm.online else len(algorithm.completions(data.train[0][0]))
+        samples = o.prompts_per_step * each
         updates = stage.updates_per_step
         lines.append(f"stage {i}    {o.name}: {steps} steps of {o.prompts_per_step} prompts, {samples} samples, "
                      f"{updates} updates; {steps * updates} updates in all")
@@ -45,6 +47,10 @@ def _plan(config: Config, plugins: Plugins) -> str:
         for role, trains in trainable.items():
             held = backend.memory_bytes(config, parameters, how, trains)
             lines.append(f"           {role}: {held / 1e9:.2f} GB a rank{' (weights, gradients, optimizer)' if trains else ''}")
+    for part in reward_parts(config.reward):
+        if part.kind == MODEL:
+            held = backend.memory_bytes(config, parameter_count(part.kwargs["path"]), how, False)
+            lines.append(f"reward     {part.kwargs['path']}: {held / 1e9:.2f} GB a rank")
     size = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
     if generates(config, plugins):
         lines.append(f"engine     {r.engine}: {parameters * size / 1e9:.2f} GB of weights a rank; "

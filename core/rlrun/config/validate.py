@@ -169,6 +169,8 @@ def _services(config: Config) -> Iterator[str]:
                f"resources.rollout_ranks {resources.rollout_ranks}")
     if config.rollout.max_staleness and not resources.rollout_ranks:
         yield "rollout.max_staleness needs resources.rollout_ranks: a rank cannot generate while it trains"
+    if config.rollout.max_staleness and "model" in (config.reward.kind, *(part.kind for part in config.reward.parts)):
+        yield "rollout.max_staleness excludes a reward model: the ranks that hold it train while samples are drawn"
     if resources.launcher == "local" and resources.ray_address is not None:
         yield "resources.ray_address has no effect with resources.launcher local"
     if len(set(config.trainer.trackers)) < len(config.trainer.trackers):
