@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -18,7 +18,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def recipe(tmp_path_factory):
     """The recipe's configuration for one rank here, with model and data beside it."""
     folder = tmp_path_factory.mktemp("calculator")
-    subprocess.run([sys.executable, EXAMPLES / "calculator.py", folder], check=True, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["calculator.py", str(folder)])
+        runpy.run_path(str(EXAMPLES / "calculator.py"), run_name="__main__")
     text = (EXAMPLES / "calculator.yaml").read_text().replace("build/calculator", str(folder))
     (folder / "calculator.yaml").write_text(text.replace("dir: runs", f"dir: {folder}"))
     return folder / "calculator.yaml"

@@ -79,14 +79,14 @@ def test_dry_run_counts_pairs(model, tmp_path):
 
 
 def test_a_row_without_rejected(model, tmp_path):
-    """It is named before anything is loaded."""
+    """It is named before anything is loaded, and so are one that is no text and one that no micro-batch holds."""
     from rlrun.errors import ConfigError
 
-    rows = preferences(0, 32)
-    del rows[17]["rejected"]
-    path = write(tmp_path, model, DPO, rows, preferences(32, 8))
-    with pytest.raises(ConfigError, match=r"rows/18 has no column 'rejected'"):
-        train(path)
+    for value, message in ((None, "no column 'rejected'"), ({"a": 1}, "answers that are texts"), ("x" * 248, "257 tokens")):
+        rows = preferences(0, 32)
+        rows[17]["rejected"] = value
+        with pytest.raises(ConfigError, match=f"rows/18: .*{message}"):
+            train(write(tmp_path, model, DPO, rows, preferences(32, 8)))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -208,6 +208,19 @@ def answer_batch(rows: Sequence[tuple[int, Sample]], algorithm: Algorithm, token
     )
 
 
+def check_answers(samples: Iterable[Sample], algorithm: Algorithm, tokenizer: Any, max_tokens: int) -> None:
+    """Raises ValueError, naming the row, where an offline algorithm cannot learn from one in micro-batches of `max_tokens`."""
+    for sample in samples:
+        try:
+            lengths = answer_batch([(0, sample)], algorithm, tokenizer).lengths
+        except ValueError as error:
+            raise ValueError(f"row {sample.uid}: {error}") from error
+        together = int(lengths.max() if algorithm.atom == "sequence" else lengths.sum())
+        if together > max_tokens:
+            raise ValueError(f"row {sample.uid}: one {algorithm.atom} has {together} tokens, prompt included, more than "
+                             f"actor.tokens_per_micro_batch = {max_tokens}")
+
+
 def to_batch(rollouts: Rollouts, rows: Sequence[int]) -> Batch:
     """Episodes as a batch: what the policy drew inside `loss_mask`, prompts and environments outside, by true lengths."""
     episodes = [rollouts.episodes[i] for i in rows]

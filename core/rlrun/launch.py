@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rlrun.checkpoint import Checkpoint, Checkpoints, find
-from rlrun.collector import AheadCollector, AnswerCollector, Collector, RolloutCollector
+from rlrun.collector import AheadCollector, AnswerCollector, Collector, RolloutCollector, check_answers
 from rlrun.config.changes import changes
 from rlrun.config.load import save_resolved
 from rlrun.config.validate import validate_resolved
@@ -304,8 +304,8 @@ def prompts(config: Config, plugins: Plugins) -> tuple[PreTrainedTokenizerBase, 
     data = load_data(config.data, tokenizer, plugins)
     for stage in config.stages:
         algorithm: Algorithm = plugins.resolve("algorithm", stage.algorithm.name)(config, stage)
-        for sample in () if algorithm.online else chain(*data.train, data.validation):
-            algorithm.completions(sample)
+        if not algorithm.online:
+            check_answers(chain(*data.train, data.validation), algorithm, tokenizer, config.actor.tokens_per_micro_batch)
     return tokenizer, data, Sampler(data.train, [s.weight for s in config.data.train], config.run.seed, config.data.shuffle)
 
 

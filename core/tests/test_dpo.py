@@ -79,5 +79,5 @@ def test_completions():
     algorithm = Dpo(Config(), StageConfig(AlgorithmConfig(name="dpo")))
     sample = Sample("prefs/3", "q", (5,), "good", "prefs", {"rejected": "bad", "other": 1})
     assert algorithm.completions(sample) == ["good", "bad"]
-    with pytest.raises(ValueError, match=r"prefs/3.*'rejected'.*there is other"):
+    with pytest.raises(ValueError, match=r"no column 'rejected'.*there is other"):
         algorithm.completions(replace(sample, extra={"other": 1}))

@@ -145,7 +145,7 @@ def test_what_an_environment_does_wrong_ends_alone(tmp_path):
     """Exceptions, hangs, crashes and nonsense end one episode, as reward.on_error says; others go on. States travel."""
     (tmp_path / "spiteful.py").write_text(SPITEFUL)
     for how in ("zero", "drop"):
-        pool = RewardPool(RewardConfig(timeout_s=2.0, on_error=how), [PartSpec("environment", "spiteful:Spiteful", 1.0, {})],
+        pool = RewardPool(RewardConfig(timeout_s=1.0, on_error=how), [PartSpec("environment", "spiteful:Spiteful", 1.0, {})],
                           [("spiteful", str(tmp_path / "spiteful.py"))])
         wrong = ["raise", "nan", "silent", "strange"] + (["hang", "die", "unpicklable"] if how == "zero" else [])
         texts = ["go", *wrong, "end"]

@@ -35,7 +35,7 @@ class Dpo(Algorithm):
 
     def completions(self, sample: Sample) -> list[Any]:
         if sample.extra.get("rejected") is None:
-            raise ValueError(f"row {sample.uid} has no column 'rejected', which dpo needs beside the preferred answer; "
+            raise ValueError("no column 'rejected', which dpo needs beside the preferred answer; "
                              f"there is {', '.join(sample.extra) or 'no further column'}")
         return [sample.answer, sample.extra["rejected"]]
 
