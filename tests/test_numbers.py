@@ -15,7 +15,7 @@ KL_ENTROPY = {"kl_coef": 0.1, "entropy_coef": 0.05}
 CASES = {
     "sft": {"name": "sft"},
     "sft seq_mean": {"name": "sft", "loss_aggregation": "seq_mean_token_mean"},
-    "dpo": {"name": "dpo", "dpo_beta": 0.5},
+    "dpo": {"name": "dpo", "kl_coef": 0.5},
     "grpo": {"name": "grpo", **KL_ENTROPY},
     "grpo seq_mean_token_mean": {"name": "grpo", "loss_aggregation": "seq_mean_token_mean", **KL_ENTROPY},
     "grpo seq_mean_token_sum": {"name": "grpo", "loss_aggregation": "seq_mean_token_sum", **KL_ENTROPY},

@@ -53,6 +53,5 @@ def _plan(config: Config, plugins: Plugins) -> str:
             lines.append(f"reward     {part.kwargs['path']}: {held / 1e9:.2f} GB a rank")
     size = {"bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
     if generates(config, plugins):
-        lines.append(f"engine     {r.engine}: {parameters * size / 1e9:.2f} GB of weights a rank; "
-                     f"{r.max_sequences} sequences at once")
+        lines.append(f"engine     {r.engine}: {parameters * size / 1e9:.2f} GB of weights")
     return "\n".join(lines)

@@ -264,9 +264,9 @@ def test_missing_and_unresolvable(load, monkeypatch):
 def test_interpolations_and_anchors(load):
     """Values may refer to others; YAML's own anchors and merges work."""
     optims = "actor: {optim: &optim {lr: 0.25, eps: 0.5}}\ncritic: {optim: {<<: *optim, lr: 0.75}}\n"
-    config = load("rollout.max_sequences=${rollout.samples_per_prompt}", "data.validation=${data.train}",
+    config = load("reward.processes=${rollout.samples_per_prompt}", "data.validation=${data.train}",
                   "stages.0.optim=${actor.optim}", text=BASE + optims)
-    assert config.rollout.max_sequences == 8
+    assert config.reward.processes == 8
     assert config.data.validation == config.data.train
     assert config.stages[0].optim == config.actor.optim == OptimConfig(lr=0.25, eps=0.5)
     assert config.critic.optim == OptimConfig(lr=0.75, eps=0.5)

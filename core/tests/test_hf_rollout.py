@@ -14,7 +14,7 @@ def engine(tmp_path, kind="llama", max_sequences=64, **sizes):
     model = save_tiny(tmp_path / kind, kind, seed=3, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                       num_attention_heads=2, **sizes)
     config = SimpleNamespace(model=SimpleNamespace(path=str(tmp_path / kind), tokenizer=None, dtype="float32"),
-                             rollout=SimpleNamespace(max_sequences=max_sequences))
+                             rollout=SimpleNamespace(engine_args={"max_num_seqs": max_sequences}))
     rollout = HfRollout(config, torch.device("cpu"), 0)
     rollout.load_weights(model.state_dict().items(), 7)
     return rollout, model

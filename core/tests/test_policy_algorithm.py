@@ -116,12 +116,12 @@ def test_overlong_punishment():
     """arXiv 2503.14476, equation 13, longest 10, buffer 4: 0 up to 6 tokens, -1 at 10 and beyond."""
     assert overlong(torch.tensor([0, 6, 7, 8, 9, 10, 11]), 10, 4).tolist() == [0, 0, -0.25, -0.5, -0.75, -1, -1]
     batch = ragged([10, 6, 8, 3])
-    metrics = algorithm(advantage="rloo", overlong_buffer=4, overlong_penalty=2.0).advantages(batch)
-    # rewards 0, 1, 0, 1 become -2, 1, -1, 1
-    torch.testing.assert_close(batch.sums(batch.tokens["token_rewards"]), torch.tensor([-2.0, 1, -1, 1], **T64))
-    assert batch.sums(batch.tokens["advantages"]).tolist() == [-30, 18, -16, 6]
+    metrics = algorithm(advantage="rloo", overlong_buffer=4).advantages(batch)
+    # rewards 0, 1, 0, 1 become -1, 1, -0.5, 1
+    torch.testing.assert_close(batch.sums(batch.tokens["token_rewards"]), torch.tensor([-1.0, 1, -0.5, 1], **T64))
+    assert batch.sums(batch.tokens["advantages"]).tolist() == [-20, 12, -12, 4.5]
     assert batch.sequences["reward"].tolist() == [0, 1, 0, 1]
-    assert results(metrics)["reward/overlong"] == -0.75
+    assert results(metrics)["reward/overlong"] == -0.375
 
 
 def test_truncated_samples_leave_the_losses():

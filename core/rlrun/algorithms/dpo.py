@@ -31,7 +31,7 @@ class Dpo(Algorithm):
 
     def roles(self) -> dict[str, RoleRequest]:
         ref = self.config.ref
-        return {"ref": RoleRequest(trainable=False, path=ref.path, dtype=ref.dtype or self.config.model.dtype)}
+        return {"ref": RoleRequest(trainable=False, path=ref.path, dtype=self.config.model.dtype)}
 
     def completions(self, sample: Sample) -> list[Any]:
         if sample.extra.get("rejected") is None:
@@ -40,10 +40,10 @@ class Dpo(Algorithm):
         return [sample.answer, sample.extra["rejected"]]
 
     def losses(self, step: int) -> Mapping[str, Loss]:
-        return {"actor": DpoLoss(self.options.dpo_beta)}
+        return {"actor": DpoLoss(self.options.kl_coef)}
 
     def evaluate(self, batch: Batch) -> dict[str, Value]:
-        terms = DpoLoss(self.options.dpo_beta)(batch.tokens, batch)
+        terms = DpoLoss(self.options.kl_coef)(batch.tokens, batch)
         pairs = batch.denominators()["groups"]
         return {name.removeprefix("dpo/"): Value(float(term.sum), pairs) for name, term in terms.items()}
 

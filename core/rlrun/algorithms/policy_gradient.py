@@ -49,7 +49,7 @@ class PolicyAlgorithm(Algorithm):
         ref, critic, dtype = self.config.ref, self.config.critic, self.config.model.dtype
         roles = {}
         if self.options.kl_coef > 0:
-            roles["ref"] = RoleRequest(trainable=False, path=ref.path, dtype=ref.dtype or dtype)
+            roles["ref"] = RoleRequest(trainable=False, path=ref.path, dtype=dtype)
         if self.options.advantage == "gae":
             optim = critic.optim or self.config.actor.optim
             roles["critic"] = RoleRequest(True, critic.path, dtype, head="value", optim=optim)
@@ -113,7 +113,7 @@ class PolicyAlgorithm(Algorithm):
         rewards, o = batch.sequences["reward"], self.options
         if not o.overlong_buffer:
             return rewards, {}
-        shape = overlong(batch.loss_lengths(), self.config.rollout.max_new_tokens, o.overlong_buffer) * o.overlong_penalty
+        shape = overlong(batch.loss_lengths(), self.config.rollout.max_new_tokens, o.overlong_buffer)
         return rewards + shape.to(rewards.dtype), {"reward/overlong": Value(float(shape.sum()), len(batch))}
 
     def _kl_penalty(self, batch: Batch) -> tuple[Tensor, dict[str, Value]]:

@@ -76,14 +76,13 @@ class DataConfig:
 @dataclass
 class RolloutConfig:
     engine: str = opt("hf", "rollout engine: hf, vllm, or one of a listed plugin")
-    engine_args: dict[str, Any] = opt({}, "vllm: options of the engine under its own names (tensor_parallel_size, ...)")
+    engine_args: dict[str, Any] = opt({}, "options of the engine: vllm's under its own names; hf knows max_num_seqs")
     samples_per_prompt: int = opt(8, "completions of each prompt (a group)", gt=0)
     max_new_tokens: int = opt(1024, "longest completion", gt=0)
     temperature: float = opt(1.0, "sampling temperature; the trainer's log-probabilities use it too", gt=0)
     top_p: float = opt(1.0, "nucleus sampling; below 1 only with an off-policy correction", gt=0, le=1)
     top_k: int = opt(0, "sample among the k likeliest tokens; 0: all", ge=0)
     stop: list[str] = opt([], "strings that end a completion")
-    max_sequences: int = opt(256, "most sequences that one engine decodes at once", gt=0)
     max_staleness: int = opt(0, "1: generate a step's samples while the step before trains (needs resources.rollout_ranks "
                              "and an off-policy correction)", ge=0, le=1)
     gap_fraction: float = opt(0.0625, "share of samples whose engine log-probabilities are compared with the trainer's",
@@ -142,7 +141,6 @@ class ActorConfig:
 @dataclass
 class RefConfig:
     path: Optional[str] = opt(None, "folder of the reference model; default: the policy at the start of the stage")
-    dtype: Optional[str] = opt(None, "default: model.dtype", choices=("bfloat16", "float32", "float64"))
 
 
 @dataclass
@@ -169,8 +167,7 @@ class AlgorithmConfig:
     pass_k: int = opt(4, "pass_at_k: the best of so many samples is what counts", gt=0)
     gamma: float = opt(1.0, "gae, reinforce_pp: discount", gt=0, le=1)
     lam: float = opt(0.95, "gae: lambda", ge=0, le=1)
-    overlong_buffer: int = opt(0, "last tokens before max_new_tokens over which the reward falls; 0: none", ge=0)
-    overlong_penalty: float = opt(1.0, "by how much it falls at max_new_tokens", gt=0)
+    overlong_buffer: int = opt(0, "last tokens before max_new_tokens over which the reward falls by 1; 0: none", ge=0)
     mask_truncated: bool = opt(False, "leave samples that hit max_new_tokens out of the losses")
     loss: str = opt("ppo_clip", "the policy loss", choices=("ppo_clip", "gspo", "cispo", "policy_gradient"))
     clip_low: float = opt(0.2, "the policy ratio is clipped at 1 - clip_low", gt=0, le=1)
@@ -181,7 +178,7 @@ class AlgorithmConfig:
     correction: str = opt("none", "for samples whose engine log-probabilities differ from the trainer's", choices=(
         "none", "token_tis", "sequence_tis", "sequence_reject"))
     correction_cap: float = opt(2.0, "largest importance weight; sequence_reject: largest ratio, or its inverse", gt=1)
-    kl_coef: float = opt(0.0, "weight of the KL to the reference model; 0: no reference model", ge=0)
+    kl_coef: float = opt(0.0, "weight of the KL to the reference model, dpo's beta; 0: no reference model", ge=0)
     kl_in: str = opt("loss", "where the KL goes", choices=("loss", "reward"))
     kl_estimator: str = opt("k3_unbiased", "estimator of the KL (Schulman 2020)", choices=("k1", "k2", "k3", "k3_unbiased"))
     kl_target: Optional[float] = opt(None, "adapt kl_coef towards this KL per token; default: fixed", gt=0)
@@ -189,7 +186,6 @@ class AlgorithmConfig:
     entropy_coef: float = opt(0.0, "weight of the entropy bonus", ge=0)
     entropy_target: Optional[float] = opt(None, "adapt entropy_coef towards this entropy per token; default: fixed", gt=0)
     value_clip: float = opt(0.2, "gae: values are clipped to this distance from the old ones", gt=0)
-    dpo_beta: float = opt(0.1, "dpo: scale of its rewards, log(policy / reference) of an answer", gt=0)
     critic_warmup_steps: int = opt(0, "gae: first steps, in which only the critic trains", ge=0)
 
 

@@ -213,6 +213,8 @@ def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
         yield from _online(config, algorithm, at)
     if algorithm.loss_aggregation == "seq_mean_constant" and algorithm.name in ("sft", "dpo"):
         yield f"{at}.loss_aggregation seq_mean_constant divides by rollout.max_new_tokens, which {algorithm.name} has no use for"
+    if algorithm.name == "dpo" and algorithm.kl_coef == 0:
+        yield f"{at}.name dpo needs {at}.kl_coef > 0"
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield (f"{at}.kl_estimator k1 as a loss has an expected gradient of zero: take k2 or k3, or {at}.kl_in reward")
     if algorithm.kl_target is not None and algorithm.kl_coef == 0:

@@ -28,7 +28,10 @@ class HfRollout:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         self.device = device
-        self.max_sequences = config.rollout.max_sequences
+        options = {"max_num_seqs": 256, **config.rollout.engine_args}
+        self.max_sequences = int(options.pop("max_num_seqs"))
+        if options:
+            raise ValueError(f"rollout.engine_args has {', '.join(options)}; engine hf knows only max_num_seqs")
         self.policy_version = -1
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer or config.model.path)
         model_config = AutoConfig.from_pretrained(config.model.path)

@@ -63,7 +63,6 @@ class VllmRollout:
         cuda = device.type == "cuda"
         self.llm = LLM(**{
             "gpu_memory_utilization": 0.6, "enable_prefix_caching": True, "enforce_eager": not cuda, "disable_log_stats": True,
-            "max_num_seqs": config.rollout.max_sequences,
             "max_model_len": config.data.max_prompt_tokens + config.rollout.max_new_tokens, **given,
             "model": config.model.path, "tokenizer": config.model.tokenizer or config.model.path, "dtype": config.model.dtype,
             "load_format": "dummy", "seed": _number(self.seed) % 2**31, "logprobs_mode": "processed_logprobs",

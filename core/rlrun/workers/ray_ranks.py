@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -122,6 +123,8 @@ class RayRanks:
         self.count = config.resources.train_ranks + config.resources.rollout_ranks
         self.actors: list[Any] = []
         self.group: Any = None
+        self._asking = threading.Lock()
+        """Two threads may ask: all ranks must be asked in the same order, since their work is collective."""
         if config.resources.ray_address is None:  # known without starting Ray
             self._demand({"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()})
         self.cluster = Cluster(config.resources.ray_address)
@@ -172,7 +175,9 @@ class RayRanks:
 
     def run(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
         chosen = self.actors[first : first + len(arguments)]
-        yield from self._as_completed(method, [getattr(a, method).remote(*args) for a, args in zip(chosen, arguments)], first)
+        with self._asking:
+            refs = [getattr(a, method).remote(*args) for a, args in zip(chosen, arguments, strict=True)]
+        yield from self._as_completed(method, refs, first)
 
     def _wait(self, method: str, refs: Sequence[Any]) -> list[Any]:
         results = dict(self._as_completed(method, refs))
@@ -209,7 +214,7 @@ class RayRanks:
             cause = first.cause if isinstance(first.cause, Exception) and not stuck else None
             return RankError(f"rank {rank} failed in {method}:\n{_clean(str(first))}", cause=cause)
         return RankError(f"rank {rank} died in {method}: its process ended.\n{first}\nWhere the machine ran out of memory, "
-                         "lower tokens_per_micro_batch or rollout.max_sequences.")
+                         "lower tokens_per_micro_batch or rollout.engine_args.max_num_seqs.")
 
     def _hung(self, method: str, ranks: Sequence[int]) -> RankError:
         dumps = []

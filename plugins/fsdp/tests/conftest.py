@@ -68,7 +68,7 @@ def make_worker(config: Config, want: tuple[str, ...] = ("log_probs", "entropy")
                 head: str = "lm", total_updates: int | None = None, path: str | None = None, role: str = "actor") -> FsdpWorker:
     ranks = dist.get_world_size()
     layout = Fsdp.layout(config, ranks, 1)
-    request = RoleRequest(trainable, path or config.model.path, config.ref.dtype or config.model.dtype, head)
+    request = RoleRequest(trainable, path or config.model.path, config.model.dtype, head)
     spec = RoleSpec(role, "fsdp", request, config, Plugins.load(["fsdp"]), dist.get_rank(), torch.device("cpu"),
                     total_updates, frozenset(want))
     worker = spec.plugins.make_worker(spec=spec, layout=layout)
