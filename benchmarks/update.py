@@ -165,9 +165,10 @@ class Floor:
 
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
-def make_worker(path: str, tokens: int) -> FsdpWorker:
+def make_worker(path: str, tokens: int, async_save: bool = False) -> FsdpWorker:
     config = Config(model=ModelConfig(path=path))
     config.actor.tokens_per_micro_batch, config.actor.optim = tokens, OptimConfig(lr=1e-6)
+    config.checkpoint.async_save = async_save
     config.fsdp = FsdpConfig()  # type: ignore[attr-defined]
     request = RoleRequest(True, path, "bfloat16", optim=config.actor.optim)
     spec = RoleSpec("actor", "fsdp", request, config, Plugins.load(["fsdp"]), RANK, DEVICE, None)
@@ -223,7 +224,7 @@ def compare(path: str, kind: str, repeats: int) -> None:
 
 def saving(path: str) -> None:
     """How long a checkpoint of model and optimizer holds up training: written at once, and in the background."""
-    worker = make_worker(path, WORK["short"][3])
+    worker = make_worker(path, WORK["short"][3], async_save=True)
     contents = ["model", "optimizer", "extra", "hf_model"]
     whole = make_batch("short")
     batch = whole.select(shard(whole, RANKS)[RANK]).select(range(128 if CUDA else 8))

@@ -12,10 +12,10 @@ import pytest
 import runs
 from runs import WITH_POINTS, Forks, Leftovers, checkpoints, comparable, grpo, metrics, sft, write_questions, write_run
 
-ROLLOUT = "rlrun.collector:Generator.run"
+ROLLOUT = "rlrun.generation:Generator.run"
 UPDATE = "rlrun.workers.group:WorkerGroup.update"
-SAVE = "rlrun.checkpoint:Checkpoints.save"
-FLUSH = "rlrun.checkpoint:_flush"
+SAVE = "rlrun.launch:Run.save"
+FLUSH = "rlrun.checkpoint:flush"
 PUBLISHED = "rlrun.checkpoint:Checkpoints._retain"
 LOG = "rlrun.trackers.jsonl:Jsonl.log"
 

@@ -18,9 +18,9 @@ from runs import WITH_POINTS, Leftovers, checkpoints, comparable, grpo, metrics,
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-ROLLOUT = "rlrun.collector:Generator.run"
+ROLLOUT = "rlrun.generation:Generator.run"
 UPDATE = "rlrun.workers.group:WorkerGroup.update"
-FLUSH = "rlrun.checkpoint:_flush"
+FLUSH = "rlrun.checkpoint:flush"
 RANK_UPDATE = "rlrun_fsdp.worker:FsdpWorker.update"
 RANK_SAVE = "rlrun_fsdp.checkpoint:save"
 RANK_SAVE_EXTRA = "rlrun_fsdp.checkpoint:_extra"

@@ -42,7 +42,7 @@ def test_packed_equals_separate_forwards(tmp_path, kind, extra):
     alone = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     ids, cu_seqlens, positions, mask = packed_row()
     with torch.no_grad():
-        outputs = policy(ids, cu_seqlens, positions, mask, {"log_probs", "entropy"}, 0.7)
+        outputs = policy(policy.row(ids, cu_seqlens, positions, mask), {"log_probs", "entropy"}, 0.7)
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
             expected = (alone(ids[None, start:end], use_cache=False).logits[0] / 0.7).log_softmax(-1)
             entropy = -(expected.exp() * expected).sum(-1)
@@ -67,15 +67,15 @@ def test_prompt_of_two_answer_of_three(tmp_path):
     critic = loading.load_policy(str(tmp_path), "value", torch.float64)
     hidden = critic.model.base_model(input_ids=ids[None], position_ids=torch.arange(5)[None], use_cache=False,
                                      packed=loading_packed()).last_hidden_state[0]
-    values = critic(*row, {"values"})["values"]
-    log_probs = policy(*row, {"log_probs"})["log_probs"]
+    values = critic(critic.row(*row), {"values"})["values"]
+    log_probs = policy(policy.row(*row), {"log_probs"})["log_probs"]
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)(ids[None]).logits[0].log_softmax(-1)
     assert torch.equal(log_probs != 0, mask)
     assert torch.equal(values != 0, mask)
     assert log_probs[2].item() == pytest.approx(expected[1, 9].item(), rel=1e-10)
     assert values[2].item() == pytest.approx(critic.value_head(hidden[1]).item(), rel=1e-10)
     with pytest.raises(ValueError, match="values"):
-        policy(*row, {"values"})
+        policy(policy.row(*row), {"values"})
 
 
 def loading_packed():
@@ -120,7 +120,7 @@ def test_dropout_is_set_to_zero(tmp_path, caplog):
         policy = loading.load_policy(str(tmp_path), "lm", torch.float64)
     assert [r.message for r in caplog.records if "attention_dropout=0.1" in r.message]
     row = packed_row()
-    modes = [model(*row, {"log_probs"})["log_probs"] for model in (policy.train(), policy.eval())]
+    modes = [model(model.row(*row), {"log_probs"})["log_probs"] for model in (policy.train(), policy.eval())]
     assert torch.equal(*modes)
 
 
@@ -157,7 +157,8 @@ def test_value_model(tmp_path):
     loading.export(loading.saved_weights(fresh[0], detached), tmp_path / "out", *[str(tmp_path / "lm")] * 2)
     row = packed_row()
     again = loading.load_policy(str(tmp_path / "out"), "value", torch.float32, seed=3)
-    assert torch.equal(again(*row, {"values"})["values"], fresh[0](*row, {"values"})["values"])
+    values = [model(model.row(*row), {"values"})["values"] for model in (again, fresh[0])]
+    assert torch.equal(*values)
 
 
 def test_bad_folders(tmp_path):

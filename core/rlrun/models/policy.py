@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
 
 OUTPUTS = {"lm": frozenset({"log_probs", "entropy"}), "value": frozenset({"values"}), "score": frozenset({"values"})}
 """What a model with each kind of head computes."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A packed row, or a rank's part of one, on the device. No tuple or tensor: FSDP would move its parts."""
+
+    ids: Tensor
+    position_ids: Tensor
+    chosen: Tensor
+    """Where there is something to predict: indices into `ids`."""
+    targets: Tensor
+    """The tokens that follow there."""
+    packed: Packed
+    total: int
+    """Tokens of the whole row."""
 
 
 class PolicyModel(nn.Module):
@@ -65,36 +81,35 @@ class PolicyModel(nn.Module):
             layer.forward = torch.compile(layer.forward, dynamic=True)
         self.compiled = True
 
-    def forward(
-        self,
-        ids: Tensor,
-        cu_seqlens: Tensor,
-        position_ids: Tensor,
-        loss_mask: Tensor,
-        want: AbstractSet[str],
-        temperature: float = 1.0,
-    ) -> dict[str, Tensor]:
-        """Columns [T] of a packed row: `log_probs` and `entropy` of ids[t] given ids[<t] at `temperature`, `values` of
-        the state before token t. They are computed where `loss_mask` [T] is set and 0 elsewhere.
+    def row(self, ids: Tensor, cu_seqlens: Tensor, position_ids: Tensor, loss_mask: Tensor,
+            device: torch.device | str = "cpu") -> Row:
+        """This rank's part of a packed row [T] of sequences that end at `cu_seqlens` [S+1], for `forward` on `device`.
 
-        `ids` and `position_ids` [T] on the model's device; `cu_seqlens` [S+1] and `loss_mask` best on the CPU, where reading
-        them waits for no device. Raises ValueError for an output that this head does not have.
+        Made on the CPU, from tensors there: what depends on lengths and masks would make this process wait for the device.
+        """
+        sp = self.sequence_parallel
+        # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
+        whole = (ids, position_ids, ids.roll(-1), loss_mask.roll(-1))
+        local, positions, targets, mask = whole if sp is None else map(sp.shard, whole)
+        chosen = mask.nonzero()[:, 0]
+        return Row(to_device(local, device), to_device(positions, device), to_device(chosen, device),
+                   to_device(targets[chosen], device), Packed.of(cu_seqlens, device), ids.shape[0])
+
+    def forward(self, row: Row, want: AbstractSet[str], temperature: float = 1.0) -> dict[str, Tensor]:
+        """Columns [T] of a packed row: `log_probs` and `entropy` of ids[t] given ids[<t] at `temperature`, `values` of
+        the state before token t. They are computed where the row's loss_mask [T] is set and 0 elsewhere.
+
+        Raises ValueError for an output that this head does not have.
         """
         if not want <= OUTPUTS[self.head]:
             raise ValueError(f"head {self.head!r} computes {sorted(OUTPUTS[self.head])}; asked for: {sorted(want)}")
-        sp = self.sequence_parallel
-        # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
-        rows = (ids, position_ids, ids.roll(-1), loss_mask.roll(-1))
-        local_ids, positions, targets, mask = rows if sp is None else map(sp.shard, rows)
-        chosen = to_device(mask.nonzero()[:, 0], ids.device)
         hidden = self.model.base_model(
-            input_ids=local_ids[None], position_ids=positions[None], use_cache=False,
-            packed=Packed.of(cu_seqlens, ids.device),
+            input_ids=row.ids[None], position_ids=row.position_ids[None], use_cache=False, packed=row.packed,
         ).last_hidden_state[0]
         outputs = {}
-        for name, values in self._head(hidden.index_select(0, chosen), targets[chosen], want, temperature).items():
-            column = values.new_zeros(mask.shape[0]).index_put((chosen,), values)
-            column = column if sp is None else sp.gather(column, ids.shape[0])
+        for name, values in self._head(hidden.index_select(0, row.chosen), row.targets, want, temperature).items():
+            column = values.new_zeros(row.ids.shape[0]).index_put((row.chosen,), values)
+            column = column if self.sequence_parallel is None else self.sequence_parallel.gather(column, row.total)
             outputs[name] = column.roll(1)
         return outputs
 

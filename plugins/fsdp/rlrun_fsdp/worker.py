@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -22,7 +23,7 @@ from rlrun.metrics import Value
 from rlrun.models.loading import saved_weights
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
-from rlrun_fsdp.checkpoint import Staging
+from rlrun_fsdp.checkpoint import Staging, save
 from rlrun_fsdp.lora import adapters, add_adapters, switched_off
 from rlrun_fsdp.plugin import FsdpConfig
 from rlrun_fsdp.sharding import fill, gather, load_first, materialize, tensors_of
@@ -72,9 +73,11 @@ class FsdpWorker:
             fill(self.model, loaded, spec.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self._make_optimizer() if spec.request.trainable else None
-        self.staging = Staging(spec.device)
         self.updates = 0
         """Optimizer steps taken in this stage: what the learning-rate schedule counts."""
+        self.staging = Staging(spec.device)
+        if trains and spec.device.type == "cuda" and spec.config.checkpoint.async_save:
+            save(self, Path(), spec.config.checkpoint.save_contents)  # the memory for copies is taken now: that takes long
 
     def _fits_gathered(self, shards: int) -> bool:
         if self.config.reshard_after_forward is not None:
@@ -131,8 +134,8 @@ class FsdpWorker:
         done: list[tuple[Tensor, dict[str, Tensor]]] = []
         with torch.no_grad():
             for rows in self._micro_batches(plain, "sequence"):
-                micro, there = self._select(plain, rows)
-                outputs = self._outputs(micro, there, want, temperature)
+                micro = plain.select(rows)  # while the device works on the one before
+                outputs = self._outputs(micro, want, temperature)
                 if micro.num_tokens:
                     done.append((micro.tokens["index"], outputs))
         if done:  # only here, with all work queued, does this process wait for the device
@@ -152,12 +155,13 @@ class FsdpWorker:
         sums: dict[tuple[str, Kind], Tensor] = {}
         parts = self._micro_batches(batch, atom)
         for number, rows in enumerate(parts, 1):
-            micro, there = self._select(batch, rows)
+            micro = batch.select(rows)
             if self.keep_gathered:
                 assert isinstance(self.model, FSDPModule)
                 self.model.set_requires_gradient_sync(number == len(parts))
                 self.model.set_reshard_after_backward(number == len(parts))
-            outputs = self._outputs(micro, there, self.spec.want, temperature)
+            there = micro.to(self.spec.device)
+            outputs = self._outputs(micro, self.spec.want, temperature)
             # Zero, with a gradient of exact zeros: every rank runs the same backward, whatever its loss depends on.
             total = torch.stack([column[:0].sum() for column in outputs.values()]).sum()
             for name, term in (loss(outputs, there) if len(micro) else {}).items():
@@ -217,20 +221,14 @@ class FsdpWorker:
         parts += [[]] * (int(count) - len(parts))
         return [sorted(rows, key=lengths.__getitem__) for rows in parts]
 
-    def _select(self, batch: Batch, rows: list[int]) -> tuple[Batch, Batch]:
-        """A micro-batch, here and on the device. It is made while the device works on the one before."""
-        micro = batch.select(rows)
-        micro.tokens["position_ids"] = micro.position_ids
-        return micro, micro.to(self.spec.device)
-
-    def _outputs(self, micro: Batch, there: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
-        """Outputs of a micro-batch that is on the CPU and, `there`, on the device."""
+    def _outputs(self, micro: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         if micro.num_tokens == 0:  # tokens that nothing is computed of: collectives match those of the other ranks
-            zeros = torch.zeros(2, dtype=torch.int64, device=self.spec.device)
-            nothing = torch.zeros(2, dtype=torch.bool)
-            return self.model(zeros, torch.tensor([0, 2]), zeros, nothing, want, temperature)
-        return self.model(there.tokens["ids"], micro.cu_seqlens, there.tokens["position_ids"], micro.tokens["loss_mask"],
-                          want, temperature)
+            zeros = torch.zeros(2, dtype=torch.int64)
+            row = self.model.row(zeros, torch.tensor([0, 2]), zeros, zeros > 0, self.spec.device)
+        else:
+            row = self.model.row(micro.tokens["ids"], micro.cu_seqlens, micro.position_ids, micro.tokens["loss_mask"],
+                                 self.spec.device)
+        return self.model(row, want, temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under save_pretrained's names, in model.dtype, on this rank's device; adapters are merged."""
