@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,35 @@ def test_last_step_is_saved_once(length, expected, model, tmp_path):
     path = runs.write_run(tmp_path, model, stage, checkpoint={"every": 2})
     train(path)
     assert runs.checkpoints(tmp_path / "run") == [f"step_{step:06d}" for step in expected]
+
+
+def test_asynchronous_saving(model, tmp_path, monkeypatch):
+    """Saving beside training changes no number; a full disk is counted and costs one checkpoint; the run's end waits."""
+    import rlrun_fsdp.checkpoint as checkpoint
+
+    expected = train(runs.write_run(tmp_path / "plain", model, runs.grpo(5), checkpoint={"every": 1}))
+    path = runs.write_run(tmp_path / "beside", model, runs.grpo(5), checkpoint={"every": 1, "keep": None, "async_save": True})
+    write, calls, beside = checkpoint.dcp_save, [], []
+
+    def slow(*args, **kwargs):
+        calls.append(threading.current_thread() is threading.main_thread())
+        beside.append(runs.checkpoints(tmp_path / "beside/run"))
+        time.sleep(0.3)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "dcp_save", slow)
+    rows = train(path)
+    failures = [row.pop("checkpoint/failures") for row in rows]
+    assert failures[0] == 0
+    assert failures[-1] == 1
+    assert rows == [{k: v for k, v in row.items() if k != "checkpoint/failures"} for row in expected]
+    assert calls == [False] * 5
+    assert all(any("partial" in name for name in names) for names in beside)
+    assert runs.checkpoints(tmp_path / "beside/run") == [f"step_{step:06d}" for step in (1, 3, 4, 5)]
+    monkeypatch.undo()
+    assert train(path, "stages.0.steps=6")[:5] == train(path)[:5]
 
 
 def test_a_run_that_is_done_can_get_more_steps(model, tmp_path):
