@@ -45,6 +45,9 @@ class PluginInfo:
     api_version: int
     config: type | None = None
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    sequence_parallel: Callable[[Config], int] | None = None
+    """Of a plugin that answers `patch_attention`: how many ranks share a sequence under a configuration. Called on the driver,
+    before any rank starts; raises ValueError for a size that cannot be."""
 
 
 @dataclass(frozen=True)

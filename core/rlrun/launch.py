@@ -30,7 +30,7 @@ from rlrun.rewards.model import ROLE
 from rlrun.trackers.jsonl import Jsonl, cut_back
 from rlrun.trainer import Trainer
 from rlrun.workers.group import Ranks, WorkerGroup
-from rlrun.workers.protocol import Layout, RoleRequest
+from rlrun.workers.protocol import RoleRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -180,7 +180,7 @@ class Run:
         if resumed:
             self.sampler.load_state_dict(resumed.state["sampler"])
         self.total_steps = sum(self.stage_steps(stage) for stage in config.stages)
-        how = layout(config, plugins)
+        how = plugins.layout(config)
         scorers = make_scorers(config, plugins, self._closing) if generates(config, plugins) else None
         ranks = start_ranks(config, plugins)
         self._closing.callback(ranks.close)
@@ -290,12 +290,6 @@ class Run:
     def close(self) -> None:
         """End trackers, ranks and scoring processes, whatever of them there is; called on every way out."""
         self._closing.close()
-
-
-def layout(config: Config, plugins: Plugins) -> Layout:
-    """How the ranks share the work, as the backend says."""
-    result: Layout = plugins.resolve("backend", config.actor.backend).layout(config, config.resources.train_ranks, 1)
-    return result
 
 
 def prompts(config: Config, plugins: Plugins) -> tuple[PreTrainedTokenizerBase, Samples, Sampler]:

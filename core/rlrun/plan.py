@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlrun.config.validate import validate_resolved
-from rlrun.launch import generates, layout, prompts, stage_steps, user_errors
+from rlrun.launch import generates, prompts, stage_steps, user_errors
 from rlrun.models.loading import eos_ids, parameter_count
 from rlrun.rewards.pool import MODEL, reward_parts
 
@@ -23,7 +23,7 @@ def dry_run(config: Config, plugins: Plugins) -> str:
 def _plan(config: Config, plugins: Plugins) -> str:
     validate_resolved(config, plugins)
     resources, r = config.resources, config.rollout
-    how = layout(config, plugins)
+    how = plugins.layout(config)
     tokenizer, data, sampler = prompts(config, plugins)
     parameters = parameter_count(config.model.path)
     backend = plugins.resolve("backend", config.actor.backend)

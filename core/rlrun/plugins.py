@@ -115,6 +115,17 @@ class Plugins:
             raise PluginError(f"{found} provides {kind} {name!r}, but {target} is not a class")
         return resolved
 
+    def layout(self, config: Config) -> Layout:
+        """How the ranks that train share the work, as the backend says. Raises ValueError where they cannot."""
+        declared = {info.name: info.sequence_parallel(config) for info in self.infos if info.sequence_parallel}
+        sizes = {name: size for name, size in declared.items() if size > 1}
+        if len(sizes) > 1:
+            both = " and ".join(f"{name} ({size})" for name, size in sizes.items())
+            raise ConfigError(f"more than one plugin wants to spread sequences over ranks: {both}", "set all but one to 1")
+        backend = self.resolve("backend", config.actor.backend)
+        layout: Layout = backend.layout(config, config.resources.train_ranks, next(iter(sizes.values()), 1))
+        return layout
+
     def make_worker(self, spec: RoleSpec, layout: Layout) -> Worker:
         """Build this rank's part of a role's model, by the plugin that provides the backend."""
         provider = self.provider("backend", spec.backend)

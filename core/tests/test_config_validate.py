@@ -22,6 +22,12 @@ stages: [{algorithm: {name: grpo, prompts_per_step: 8}, steps: 10}]
 TOY = """
 from rlrun.algorithms.base import Algorithm
 from rlrun.hookspecs import PluginInfo, hookimpl
+from rlrun.workers.protocol import Layout
+
+class Backend:
+    @staticmethod
+    def layout(config, ranks, sp):
+        return Layout(ranks // sp, tuple(rank // sp for rank in range(ranks)), tuple(range(0, ranks, sp)))
 
 class Online(Algorithm):
     pass

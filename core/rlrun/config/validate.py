@@ -36,6 +36,7 @@ def validate(config: Config, plugins: Plugins) -> None:
 def validate_resolved(config: Config, plugins: Plugins) -> None:
     """Check what depends on the chosen algorithms' classes, whose import loads torch. Raises ConfigError."""
     problems = []
+    shards = plugins.layout(config).dp
     size = plugins.resolve("rollout", config.rollout.engine).ranks_per_engine(config)
     key = "rollout_ranks" if config.resources.rollout_ranks else "train_ranks"
     if size < 1 or getattr(config.resources, key) % size:
@@ -56,9 +57,10 @@ def validate_resolved(config: Config, plugins: Plugins) -> None:
                             "checkpoint.save_contents must have hf_model, or name a folder")
         prompts = stage.algorithm.prompts_per_update or stage.algorithm.prompts_per_step
         samples, factor = (config.rollout.samples_per_prompt, " x rollout.samples_per_prompt") if online else (1, "")
-        if prompts * samples < config.resources.train_ranks:
+        if prompts * samples < shards:
             problems.append(f"stages.{i}.algorithm.prompts_per_update{factor} = {prompts * samples} samples cannot be "
-                            f"shared by resources.train_ranks = {config.resources.train_ranks}")
+                            f"shared by the {shards} data-parallel shards of resources.train_ranks = "
+                            f"{config.resources.train_ranks}")
     _raise(problems)
 
 

@@ -43,9 +43,11 @@ class Packed:
     max_length: int
 
     @staticmethod
-    def of(cu_seqlens: Tensor, device: torch.device | str | None = None) -> Packed:
-        """From boundaries [S+1]; cheapest where these are on the CPU. Empty sequences are left out."""
+    def of(cu_seqlens: Tensor, device: torch.device | str | None = None, multiple_of: int = 1) -> Packed:
+        """From boundaries [S+1]; cheapest where these are on the CPU. Empty sequences are left out, and what fills up the row
+        to a multiple of `multiple_of` is one more."""
         lengths = [n for n in cu_seqlens.diff().tolist() if n > 0]
+        lengths += [padding] if (padding := -sum(lengths) % multiple_of) else []
         runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
         kept = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return Packed(to_device(kept, device or cu_seqlens.device), runs, max(lengths, default=0))

@@ -93,7 +93,7 @@ class PolicyModel(nn.Module):
         local, positions, targets, mask = whole if sp is None else map(sp.shard, whole)
         chosen = mask.nonzero()[:, 0]
         return Row(to_device(local, device), to_device(positions, device), to_device(chosen, device),
-                   to_device(targets[chosen], device), Packed.of(cu_seqlens, device), ids.shape[0])
+                   to_device(targets[chosen], device), Packed.of(cu_seqlens, device, sp.size if sp else 1), ids.shape[0])
 
     def forward(self, row: Row, want: AbstractSet[str], temperature: float = 1.0) -> dict[str, Tensor]:
         """Columns [T] of a packed row: `log_probs` and `entropy` of ids[t] given ids[<t] at `temperature`, `values` of

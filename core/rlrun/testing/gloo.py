@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlrun.config.schema import Config
-from rlrun.launch import layout
 from rlrun.plugins import Plugins
 from rlrun.testing.ranks import RankPool, _FirstRanks
 from rlrun.workers.group import WorkerGroup
@@ -67,6 +66,6 @@ def _drive(config: Config, script: Callable[..., Any], args: tuple[Any, ...]) ->
     ranks = GlooRanks(config, plugins)
     if dist.get_rank() > 0:
         return ranks.serve()
-    result = script(WorkerGroup(ranks, layout(config, plugins)), plugins, config, *args)
+    result = script(WorkerGroup(ranks, plugins.layout(config)), plugins, config, *args)
     ranks.close()
     return result

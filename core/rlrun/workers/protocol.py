@@ -90,10 +90,12 @@ class SequenceParallel(Protocol):
     size: int
 
     def shard(self, row: Tensor) -> Tensor:
-        """This rank's part of a packed row: [T] -> [T'] (the last dimension), padded to equal parts."""
+        """This rank's part of a packed row: [T] -> [T'] (the last dimension), filled up with zeros to equal parts. For attention
+        these zeros are a sequence of their own (`Packed.of`)."""
 
     def gather(self, output: Tensor, total: int) -> Tensor:
-        """Whole row from the ranks' parts, with gradient: [T'] -> [total]."""
+        """Whole row from the ranks' parts: [T'] -> [total]. The row's gradient is the same on all ranks, and each takes its
+        own part of it: gradients of parameters must then be added over ranks."""
 
 
 class Backend(Protocol):
