@@ -142,7 +142,8 @@ class Trainer:
                 batch.tokens.pop("gap_mask", None)  # from the second update on, the trainer's policy has moved
         described = data_metrics(batch, self.config.rollout.max_new_tokens, self.config.data.max_prompt_tokens)
         metrics = results(merge([*parts, self.run.workers.memory(), described]))
-        metrics |= performance_metrics(batch, self.timings, self.config.resources.train_ranks) | timing_metrics(self.timings, batch)
+        metrics |= performance_metrics(batch, self.timings, self.config.resources.train_ranks)
+        metrics |= timing_metrics(self.timings, batch)
         if metrics.get("rollout/gap_mean", 0.0) > (self.config.rollout.gap_limit or math.inf):
             raise RunError(f"rollout/gap_mean is {metrics['rollout/gap_mean']:.3g}, above rollout.gap_limit: the engine and the "
                            "trainer are not the same policy any more")
@@ -165,8 +166,7 @@ class Trainer:
                     batch.tokens[column] = outputs[output]
         self._maybe_stop()
         with self._phase("adv"):
-            scored = algorithm.score(batch, workers)
-            return merge([scored, algorithm.advantages(batch)])
+            return merge([algorithm.score(batch, workers), algorithm.advantages(batch)])  # in this order
 
     def _empty(self, stage: StageConfig, collected: dict[str, Value]) -> dict[str, Value]:
         """Nothing to train on in this step: skip and count it, or end the run."""
