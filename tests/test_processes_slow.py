@@ -22,7 +22,7 @@ ROLLOUT = "rlrun.generation:Generator.run"
 UPDATE = "rlrun.workers.group:WorkerGroup.update"
 FLUSH = "rlrun.checkpoint:flush"
 RANK_UPDATE = "rlrun_fsdp.worker:FsdpWorker.update"
-RANK_SAVE = "rlrun_fsdp.checkpoint:save"
+RANK_SAVE = "rlrun_fsdp.checkpoint:write"
 RANK_SAVE_EXTRA = "rlrun_fsdp.checkpoint:_extra"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,18 +76,22 @@ def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> Callab
     extra = _together(directory, group, lambda: _extra(worker)) if "extra" in contents else None
     whole = worker.staging.weights(worker.weights(), first) if "hf_model" in contents else None
 
-    def write() -> None:
-        _together(directory, group, lambda: directory.mkdir(parents=True, exist_ok=True))
-        if state:
-            writer = FileSystemWriter(directory, sync_files=True)
-            _together(directory, group, lambda: dcp_save(state, storage_writer=writer, process_group=group))
-        if extra is not None:
-            _together(directory, group, lambda: torch.save(extra, _extra_path(directory, dist.get_rank())))
-        if whole is not None:
-            _together(directory, group, lambda: _export(worker, whole, directory / "hf") if first else None)
-        _together(directory, group, lambda: flush(directory) if first else None)
+    return partial(write, worker, directory, state, extra, whole)
 
-    return write
+
+def write(worker: FsdpWorker, directory: Path, state: dict[str, Any], extra: dict[str, Any] | None,
+          whole: dict[str, Tensor] | None) -> None:
+    """Write what `save` took."""
+    first, group = dist.get_rank() == 0, _writers(dist.distributed_c10d._get_default_group())
+    _together(directory, group, lambda: directory.mkdir(parents=True, exist_ok=True))
+    if state:
+        writer = FileSystemWriter(directory, sync_files=True)
+        _together(directory, group, lambda: dcp_save(state, storage_writer=writer, process_group=group))
+    if extra is not None:
+        _together(directory, group, lambda: torch.save(extra, _extra_path(directory, dist.get_rank())))
+    if whole is not None:
+        _together(directory, group, lambda: _export(worker, whole, directory / "hf") if first else None)
+    _together(directory, group, lambda: flush(directory) if first else None)
 
 
 def _export(worker: FsdpWorker, weights: dict[str, Tensor], directory: Path) -> None:

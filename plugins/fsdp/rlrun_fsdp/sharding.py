@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rlrun.models.policy import PolicyModel
     from rlrun.workers.protocol import RoleSpec
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 has another name for it."""
 BUCKET_BYTES = 2**28
 """Whole tensors that one collective of the weight stream puts together, unless a single one is larger."""
 
@@ -114,7 +116,7 @@ def _gather(tensors: list[Tensor], dtype: torch.dtype, device: torch.device, gro
     for i, part in zip(sharded, parts):
         part[:local[i].numel()] = local[i].flatten()
     everyones = mine.new_empty(ranks * mine.numel())
-    dist.all_gather_into_tensor(everyones, mine, group=group)
+    _all_gather(everyones, mine, group=group)
     split = iter(everyones.view(ranks, -1).split([rows[i] * widths[i] for i in sharded], dim=1))
     for i, x in enumerate(tensors):
         if i in rows:
