@@ -37,5 +37,5 @@ def check_model(config: PretrainedConfig, size: int, where: str) -> None:
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     if longest := kinds & {"dynamic", "longrope"}:
-        raise ValueError(f"{where}: rope_type {', '.join(sorted(longest))} depends on the longest position in a forward, and each "
-                         "rank sees only a part: ulysses.size must be 1")
+        raise ValueError(f"{where}: rope_type {', '.join(sorted(longest))} depends on the longest position in a forward, but "
+                         "each rank sees only a part: ulysses.size must be 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from rlrun.config.schema import opt
@@ -24,14 +25,18 @@ class UlyssesConfig:
 def degree(config: Config) -> int:
     """ulysses.size. Raises ValueError where the policy, reference or critic cannot be spread over so many ranks."""
     size = config.section("ulysses", UlyssesConfig).size
-    if size > 1:
-        from rlrun.models.loading import load_config
-        from rlrun_ulysses.heads import check_model
-
-        for path in dict.fromkeys((config.model.path, config.ref.path, config.critic.path)):
-            if path is not None:
-                check_model(load_config(path), size, path)
+    for path in dict.fromkeys((config.model.path, config.ref.path, config.critic.path)):
+        if size > 1 and path is not None:
+            _check_folder(path, size)
     return size
+
+
+@cache
+def _check_folder(path: str, size: int) -> None:
+    from rlrun.models.loading import load_config
+    from rlrun_ulysses.heads import check_model
+
+    check_model(load_config(path), size, path)
 
 
 @hookimpl

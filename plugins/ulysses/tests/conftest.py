@@ -99,7 +99,9 @@ def assert_same(got: Update, expected: Update, tolerance: float = 1e-9, columns:
     assert got.gradients.keys() == expected.gradients.keys()
     assert sum(float(x.norm()) > 0 for x in expected.gradients.values()) > 0 or not expected.metrics["grad_norm"]
     for name, gradient in expected.gradients.items():
-        assert (got.gradients[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-30, name
+        # the bias of keys, of which attention is independent, has rounding errors for a gradient
+        size = max(float(gradient.norm()), 1e-3 * expected.metrics["grad_norm"])
+        assert (got.gradients[name] - gradient).norm() <= tolerance * size, name
 
 
 @pytest.fixture(scope="session")
