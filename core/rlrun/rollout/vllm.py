@@ -6,6 +6,7 @@ all given the same requests. vLLM is imported when an engine starts, not before.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -123,6 +124,7 @@ class VllmRollout:
             raise RuntimeError("generate() before any weights were loaded into the engine")
         engine, completions = self.llm.llm_engine, []
         kinds = {wanted: self._sampling(params, wanted) for wanted in (False, True)}
+        gc.freeze()  # what the trainer holds is not looked through again and again while requests come and go
         # vLLM draws from the default generator: one stream for each generation, and the trainer's left as it was
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(_number(f"{self.seed}|{self.policy_version}|{[r.key for r in requests[:1]]}") % 2**63)
@@ -130,6 +132,7 @@ class VllmRollout:
                 engine.add_request(str(r.index), {"prompt_token_ids": list(r.prompt_ids)}, kinds[r.log_probs])
             while engine.has_unfinished_requests():
                 completions += [self._completion(output) for output in engine.step() if output.finished]
+        gc.unfreeze()
         return completions
 
     def _sampling(self, params: SamplingParams, log_probs: bool) -> Any:
