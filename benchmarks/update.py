@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # floor and ours share the device
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -204,9 +206,8 @@ def compare(path: str, kind: str, repeats: int) -> None:
             peaks["ours"] = peak_gb(lambda: worker.update(batch, loss, count, 1.0))
         with timed(times["our log-probs"]):
             worker.forward(batch, {"log_probs"}, 1.0)
+        say(f"{kind}: " + ", ".join(f"{name} {seconds[-1]:.3f} s" for name, seconds in times.items() if seconds))
     best = {name: min(seconds) for name, seconds in times.items() if seconds}
-    for name, seconds in times.items():
-        say(f"{kind}: {name}: " + ", ".join(f"{s:.3f}" for s in seconds) + " s")
     say(f"{kind}: {whole.num_tokens / best['our update']:,.0f} tokens/s in updates, {RANKS} ranks; peak beyond what stays "
         f"(weights, optimizer): {peaks}")
     if floor is not None:
