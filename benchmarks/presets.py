@@ -23,7 +23,6 @@ from rlrun.algorithms.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 ACCURACY = "val-core/unseen/acc/mean@1"
-ONLINE = [name for name in PRESETS if name != "dpo"]
 
 
 def run(name: str, seed: int, folder: Path, stages: list[dict[str, Any]], model: str) -> list[float]:
@@ -46,7 +45,7 @@ def run(name: str, seed: int, folder: Path, stages: list[dict[str, Any]], model:
 
 def table(found: dict[str, list[float]], seeds: list[int]) -> str:
     lines = ["| preset | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean rise |", "|---|" + "---|" * (len(seeds) + 1)]
-    for name in ONLINE:
+    for name in PRESETS:
         pairs = [found.get(f"{name}-{seed}") for seed in seeds]
         rises = [pair[-1] - pair[0] for pair in pairs if pair]
         cells = [f"{pair[0]:.3f} to {pair[-1]:.3f}" if pair else "" for pair in pairs]
@@ -83,7 +82,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda seed: one("warm", seed), args.seeds))
-        list(pool.map(lambda job: one(*job), [(name, seed) for seed in args.seeds for name in ONLINE]))
+        list(pool.map(lambda job: one(*job), [(name, seed) for seed in args.seeds for name in PRESETS]))
     print(table(found, args.seeds))
 
 

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlrun.algorithms.presets import PRESETS
+from rlrun.algorithms.presets import OFFLINE, PRESETS
 from rlrun.config.schema import Config
 from rlrun.config.validate import validate
 from rlrun.config.values import NULL, compose, keys_of, kind_at, override_node, typed, unwrap
@@ -197,7 +197,7 @@ def _preset(values: DictConfig, cls: type[Config], data: dict[str, Any], overrid
             _apply(given, cls, key, text, [])
     for i, stage in enumerate(values.stages):
         own = OmegaConf.select(given, f"stages.{i}.algorithm") or {}
-        for name, value in PRESETS.get(stage.algorithm.name, {}).items():
+        for name, value in (PRESETS | OFFLINE).get(stage.algorithm.name, {}).items():
             if name not in own:
                 stage.algorithm[name] = value
 
