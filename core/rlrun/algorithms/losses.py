@@ -149,7 +149,7 @@ class ValueLoss:
     def __call__(self, outputs: Mapping[str, Tensor], batch: Batch) -> dict[str, Term]:
         mask = batch.tokens["loss_mask"]
         new, old, returns = outputs["values"][mask], batch.tokens["values"][mask], batch.tokens["returns"][mask]
-        near = old + (new - old).clamp(-self.clip, self.clip)
+        near = new.clamp(old - self.clip, old + self.clip)  # exactly `new` inside, so that rounding is not counted as clipped
         error, clipped = (new - returns).square(), (near - returns).square()
         return {
             "critic/vf_loss": Term(torch.maximum(error, clipped).sum() / 2, "tokens", 1.0),
