@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlrun.algorithms.presets import PRESETS
+from rlrun.algorithms.presets import OFFLINE, PRESETS
 from rlrun.hookspecs import PluginInfo, hookimpl
 
 
@@ -11,6 +11,7 @@ def plugin_info() -> PluginInfo:
     return PluginInfo(
         name="builtin",
         api_version=1,
+        presets=PRESETS | OFFLINE,
         provides={
             "source": {
                 "jsonl": "rlrun.data.sources:Jsonl",

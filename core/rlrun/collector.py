@@ -82,12 +82,13 @@ class RolloutCollector:
         """A step's samples, of the policy that the engines have."""
         r, wanted = self.config.rollout, self.options.prompts_per_step
         params = self.generator.params(r.temperature, r.top_p, r.top_k)
-        kept: list[Batch] = []
+        kept, self.algorithm.leftovers = self.algorithm.leftovers, []
         all_rollouts: list[Rollouts] = []
-        drawn = 0
+        drawn: list[Batch] = []
+        asked, before = 0, len(kept)
         while len(kept) < wanted and len(all_rollouts) < self.options.max_rounds:
-            draws = self.sampler.take(wanted - len(kept))
-            drawn += len(draws)
+            draws = self.sampler.take(self.algorithm.draws(wanted - len(kept)))
+            asked += len(draws)
             rows = [(draw, sample) for draw, _, sample in draws for _ in range(r.samples_per_prompt)]
             keys = [f"{s.uid}|{d}|{n}" for d, _, s in draws for n in range(r.samples_per_prompt)]
             rollouts = self.generator.run(rows, keys, params, self._compared)
@@ -95,16 +96,19 @@ class RolloutCollector:
             groups = self._groups(rollouts)
             if self.algorithm.greedy_baseline:
                 groups = self._with_baseline(groups, [(draw, sample) for draw, _, sample in draws])
+            drawn += groups
             kept += [g for g, keep in zip(groups, self.algorithm.select(groups), strict=True) if keep]
         rounds = len(all_rollouts)
-        metrics = {"rollout/rounds": Value(rounds, 1.0), "rollout/kept_groups_ratio": Value(len(kept), drawn),
+        metrics = {"rollout/rounds": Value(rounds, 1.0), "rollout/kept_groups_ratio": Value(len(kept) - before, asked),
+                   **self.algorithm.drawn(drawn),
                    **reward_metrics(score for rollouts in all_rollouts for score in rollouts.scores)}
         if self.config.environment.name is not None:
             turns = [sum(p.by == "policy" for p in e.parts) for rollouts in all_rollouts for e in rollouts.episodes]
             metrics |= statistics("rollout/turns", torch.tensor(turns))
         if len(kept) < wanted:
             log.warning("step %d: %d of %d prompts are left after %d rounds", step, len(kept), wanted, rounds)
-        batch = Batch.concat(kept) if kept else None
+        batch = Batch.concat(kept[:wanted]) if kept else None
+        self.algorithm.leave(kept[wanted:])
         return Drawn(batch, metrics, all_rollouts, self.sampler.state_dict())
 
     def _groups(self, rollouts: Rollouts) -> list[Batch]:

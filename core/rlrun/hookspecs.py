@@ -45,6 +45,9 @@ class PluginInfo:
     api_version: int
     config: type | None = None
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Of algorithms that it provides: fields of the stage's options that the name sets, before the user's own values. One that
+    sets `advantage` is a policy gradient, and its options are checked like those of core's."""
     sequence_parallel: Callable[[Config], int] | None = None
     """Of a plugin that answers `patch_attention`: how many ranks share a sequence under a configuration. Called on the driver,
     before any rank starts; raises ValueError for a size that cannot be."""

@@ -83,6 +83,11 @@ class Plugins:
         """What can be chosen of a kind: name -> "package.module:Class"."""
         return {name: _importable(*choice) for name, choice in self._provided[kind].items()}
 
+    @property
+    def presets(self) -> dict[str, Mapping[str, object]]:
+        """What the names of algorithms set in a stage's options."""
+        return {name: preset for info in self.infos for name, preset in info.presets.items()}
+
     def files(self) -> list[tuple[str, str]]:
         """The plugins that are files: the module each one becomes, and its path on the driver."""
         return [(module_name(str(f.path), f.source), str(f.path)) for f in self._found.values() if f.source is not None]
@@ -280,6 +285,8 @@ def _provided(found: list[Found]) -> dict[str, dict[str, tuple[Found, str]]]:
     for one in found:
         if one.name in core:
             raise PluginError(f"{one} has the name of a core section of the configuration; those are: {sorted(core)}")
+        if strange := set(one.info.presets) - set(one.info.provides.get("algorithm", ())):
+            raise PluginError(f"{one} has presets of {', '.join(sorted(strange))}, which it does not provide")
         for kind, names in one.info.provides.items():
             if kind not in KINDS:
                 raise PluginError(f"{one} provides a {kind!r}; the kinds are: {', '.join(KINDS)}")

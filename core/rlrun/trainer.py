@@ -109,7 +109,8 @@ class Trainer:
             path = request.path or self.run.policy_path(self.stage_start)
             want = algorithm.wants().get(role, frozenset({"log_probs"}))
             steps = sum(role in algorithm.losses(step) for step in range(total)) or total  # a warm-up may leave it out
-            self.run.workers.build(role, replace(request, path=path), steps * stage.updates_per_step, want)
+            each = request.updates_per_step or stage.updates_per_step
+            self.run.workers.build(role, replace(request, path=path), steps * each, want)
             if start and state and request.trainable:
                 self.run.workers.load(role, start.path / role, config.checkpoint.load_contents)
             elif start and role == "actor":

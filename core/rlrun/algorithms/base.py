@@ -35,6 +35,8 @@ class Algorithm:
         self.config = config
         self.stage = stage
         self.options = stage.algorithm
+        self.leftovers: list[Batch] = []
+        """Prompt groups that the next step begins with."""
 
     @property
     def temperature(self) -> float:
@@ -55,6 +57,17 @@ class Algorithm:
         Raises ValueError for a sample that is no use. Default: the answer.
         """
         return [sample.answer]
+
+    def draws(self, missing: int) -> int:
+        """How many prompts to draw while so many groups are missing; more than these may leave groups over. Default: as many."""
+        return missing
+
+    def leave(self, groups: list[Batch]) -> None:
+        """Take in selected groups beyond what a step needs. Default: they are dropped."""
+
+    def drawn(self, groups: Sequence[Batch]) -> dict[str, Value]:
+        """Metrics of all groups that a step drew, selected or not. Default: none."""
+        return {}
 
     def select(self, groups: Sequence[Batch]) -> list[bool]:
         """Which prompt groups (each a batch of one prompt's samples) to keep. Default: all."""

@@ -15,7 +15,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlrun.algorithms.presets import OFFLINE, PRESETS
 from rlrun.config.schema import Config
 from rlrun.config.validate import validate
 from rlrun.config.values import NULL, compose, keys_of, kind_at, override_node, typed, unwrap
@@ -70,7 +69,7 @@ def build(plugins: Plugins, root: yaml.MappingNode, overrides: Sequence[tuple[st
             _apply(values, cls, key, text, problems)
         if problems:
             raise ConfigError("\n".join(problems))
-        _preset(values, cls, data, overrides)
+        _preset(values, cls, data, overrides, plugins.presets)
         if missing := sorted(OmegaConf.missing_keys(values)):
             raise ConfigError(f"these keys need a value: {', '.join(missing)}", f"add them, or {missing[0]}=...")
         return cls(**{name: _section_object(values, name) for name in keys_of(cls)})
@@ -189,7 +188,10 @@ def _apply(values: DictConfig, cls: type[Config], key: str, text: str, problems:
         OmegaConf.update(values, key, value)
 
 
-def _preset(values: DictConfig, cls: type[Config], data: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
+def _preset(
+    values: DictConfig, cls: type[Config], data: dict[str, Any], overrides: Sequence[tuple[str, str]],
+    presets: Mapping[str, Mapping[str, object]],
+) -> None:
     """Give each stage's algorithm the fields of its name's preset, but for those that file or overrides set."""
     given = OmegaConf.create(data)
     for key, text in overrides:
@@ -197,7 +199,7 @@ def _preset(values: DictConfig, cls: type[Config], data: dict[str, Any], overrid
             _apply(given, cls, key, text, [])
     for i, stage in enumerate(values.stages):
         own = OmegaConf.select(given, f"stages.{i}.algorithm") or {}
-        for name, value in (PRESETS | OFFLINE).get(stage.algorithm.name, {}).items():
+        for name, value in presets.get(stage.algorithm.name, {}).items():
             if name not in own:
                 stage.algorithm[name] = value
 

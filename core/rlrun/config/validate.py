@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
-from rlrun.algorithms.presets import GROUPED, PRESETS
+from rlrun.algorithms.presets import GROUPED
 from rlrun.config.schema import AlgorithmConfig, Config, OptimConfig, StageConfig
 from rlrun.errors import ConfigError
 from rlrun.plugins import Plugins
@@ -29,7 +29,7 @@ def validate(config: Config, plugins: Plugins) -> None:
     if not problems:  # combinations of values that are wrong alone would only repeat that
         problems = [*_names(config, plugins), *_sections(config)]
         for i, stage in enumerate(config.stages):
-            problems += _stage(config, stage, f"stages.{i}")
+            problems += _stage(config, stage, f"stages.{i}", plugins)
     _raise(problems)
 
 
@@ -76,6 +76,8 @@ def _single(section: Any, key: str) -> Iterator[str]:
         for at, item in _leaves(value, full):
             if is_dataclass(item):
                 yield from _single(item, at)
+                if isinstance(item, OptimConfig):
+                    yield from _optim(item, at)
             elif item is not None and not isinstance(item, dict):
                 yield from _value(item, field, at)
 
@@ -145,9 +147,6 @@ def _sections(config: Config) -> Iterator[str]:
     if longest > config.actor.tokens_per_micro_batch:
         yield (f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than "
                f"actor.tokens_per_micro_batch = {config.actor.tokens_per_micro_batch}; one sequence must fit")
-    yield from _optim(config.actor.optim, "actor.optim")
-    if config.critic.optim is not None:
-        yield from _optim(config.critic.optim, "critic.optim")
     yield from _services(config)
 
 
@@ -203,7 +202,7 @@ def _online(config: Config, algorithm: AlgorithmConfig, at: str) -> Iterator[str
         yield f"{at}.dual_clip = {algorithm.dual_clip} must be more than 1 + {at}.clip_high = {1 + algorithm.clip_high:g}"
 
 
-def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
+def _stage(config: Config, stage: StageConfig, key: str, plugins: Plugins) -> Iterator[str]:
     algorithm, at = stage.algorithm, f"{key}.algorithm"
     per_update = algorithm.prompts_per_update or algorithm.prompts_per_step
     if (stage.steps is None) == (stage.epochs is None):
@@ -211,7 +210,7 @@ def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
     if algorithm.prompts_per_step % per_update:
         yield (f"{at}.prompts_per_step = {algorithm.prompts_per_step} is not a multiple of {at}.prompts_per_update = "
                f"{per_update}")
-    if algorithm.name in PRESETS:
+    if "advantage" in plugins.presets.get(algorithm.name, {}):
         yield from _online(config, algorithm, at)
     if algorithm.loss_aggregation == "seq_mean_constant" and algorithm.name in ("sft", "dpo"):
         yield f"{at}.loss_aggregation seq_mean_constant divides by rollout.max_new_tokens, which {algorithm.name} has no use for"
@@ -223,8 +222,6 @@ def _stage(config: Config, stage: StageConfig, key: str) -> Iterator[str]:
         yield f"{at}.kl_target needs {at}.kl_coef > 0 to start from"
     if algorithm.kl_target is not None and algorithm.kl_in == "loss":
         yield f"{at}.kl_target has no effect with {at}.kl_in loss: take {at}.kl_in reward, or a fixed kl_coef"
-    if stage.optim is not None:
-        yield from _optim(stage.optim, f"{key}.optim")
     if stage.steps is not None:
         critic = algorithm.advantage == "gae"
         each, alone = stage.updates_per_step, algorithm.critic_warmup_steps if critic else 0

@@ -90,22 +90,23 @@ class WorkerGroup:
         rows = shard(batch, self.layout.dp, atom)
         shards = self._shards(batch, rows)
         results = dict(self.ranks.run("forward", [(role, part, want, temperature) for part in shards]))
-        parts = [
-            Batch(shards[rank].cu_seqlens, results[rank]) for rank in self.layout.result_ranks if len(shards[rank])
-        ]
-        return Batch.concat(parts).select(inverse(r for r in rows if r)).tokens
+        return self._columns(results, shards, rows)
 
     def update(
         self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float,
-        atom: Atom = "sequence",
+        atom: Atom = "sequence", keep: dict[str, Tensor] | None = None,
     ) -> dict[str, Value]:
         """One optimizer step of a role on a mini-batch. Returns the loss's terms over all ranks, grad_norm, lr and skipped.
 
-        What is not finite, which all ranks say alike, counts as one `nonfinite/NAME`.
+        What is not finite, which all ranks say alike, counts as one `nonfinite/NAME`. `keep` is filled with the columns [T] that
+        the update's own forward computed, of the model before the step.
         """
-        shards = self._shards(batch, shard(batch, self.layout.dp, atom))
-        results = dict(self.ranks.run("update", [(role, part, loss, denominators, temperature, atom) for part in shards]))
-        merged = merge(results[rank] for rank in self.layout.result_ranks)
+        rows = shard(batch, self.layout.dp, atom)
+        shards, keeps = self._shards(batch, rows), keep is not None
+        results = dict(self.ranks.run("update", [(role, part, loss, denominators, temperature, atom, keeps) for part in shards]))
+        if keep is not None:
+            keep.update(self._columns({rank: kept for rank, (_, kept) in results.items()}, shards, rows))
+        merged = merge(results[rank][0] for rank in self.layout.result_ranks)
         return {k: Value(1.0, None, "sum") if k.startswith("nonfinite/") else v for k, v in merged.items()}
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[list[Completion]]:
@@ -136,6 +137,13 @@ class WorkerGroup:
 
     def close(self) -> None:
         self.ranks.close()
+
+    def _columns(
+        self, results: Mapping[int, dict[str, Tensor]], shards: Sequence[Batch], rows: Sequence[Sequence[int]]
+    ) -> dict[str, Tensor]:
+        """Columns of all shards, each from the rank whose answer counts, in the whole batch's order."""
+        parts = [Batch(shards[rank].cu_seqlens, results[rank]) for rank in self.layout.result_ranks if len(shards[rank])]
+        return Batch.concat(parts).select(inverse(r for r in rows if r)).tokens
 
     def _shards(self, batch: Batch, rows: Sequence[Sequence[int]]) -> list[Batch]:
         """Each rank's batch. Only tensors travel: what ranks compute with."""

@@ -49,6 +49,8 @@ class RoleRequest:
     """A language model's own head; a scalar head of our own on its backbone; or a sequence classifier's own single output,
     which, like that of "value", is called `values`."""
     optim: OptimConfig | None = None
+    updates_per_step: int | None = None
+    """Optimizer steps in one step of the stage, for the learning-rate schedule; default: the actor's."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,16 @@ class Worker(Protocol):
         """
 
     def update(
-        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence"
+        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence",
+        keep: dict[str, Tensor] | None = None,
     ) -> dict[str, Value]:
         """Accumulate gradients over micro-batches of `batch` (this rank's shard), then take one optimizer step.
         Log-probabilities and entropy are at `temperature`.
 
         `denominators` counts the whole mini-batch, over all shards, by kind; micro-batches keep every `atom` whole. Returns the
         loss's terms as (sum, count), and `grad_norm` (of the full gradient, before clipping), `lr` and `skipped` (1 where the
-        gradient was not finite and nothing was changed), equal on all ranks, as maxima.
+        gradient was not finite and nothing was changed), equal on all ranks, as maxima. `keep` is filled with the outputs that
+        the update's own forward computed, of the model before the step: what `forward` would have returned.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -108,9 +108,12 @@ class Rank:
         return {name: column.cpu() for name, column in self._use(role).forward(batch, want, temperature).items()}
 
     def update(
-        self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom
-    ) -> dict[str, Value]:
-        return self._use(role).update(batch, loss, denominators, temperature, atom)
+        self, role: str, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom,
+        keeps: bool = False,
+    ) -> tuple[dict[str, Value], dict[str, torch.Tensor]]:
+        """Metrics, and where the rank `keeps` them, the outputs of the update's own forward."""
+        kept: dict[str, torch.Tensor] = {}
+        return self._use(role).update(batch, loss, denominators, temperature, atom, kept if keeps else None), kept
 
     def start_engine(self) -> None:
         """Start this rank's engine, or its part of one, asleep: the models' memory is not taken by it."""

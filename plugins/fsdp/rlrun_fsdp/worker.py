@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from rlrun.batch import Atom, Batch, micro_batches
+from rlrun.batch import Atom, Batch, inverse, micro_batches
 from rlrun.memory import empty_cache
 from rlrun.metrics import Value
 from rlrun.models.loading import saved_weights
@@ -147,13 +147,15 @@ class FsdpWorker:
         return columns
 
     def update(
-        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence"
+        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence",
+        keep: dict[str, Tensor] | None = None,
     ) -> dict[str, Value]:
         """See `Worker.update`."""
         assert self.optimizer is not None, f"{self.spec.role} is frozen"
         self.optimizer.zero_grad()
         sums: dict[tuple[str, Kind], Tensor] = {}
         parts = self._micro_batches(batch, atom)
+        kept: list[Batch] = []
         for number, rows in enumerate(parts, 1):
             micro = batch.select(rows)
             if self.keep_gathered:
@@ -162,6 +164,8 @@ class FsdpWorker:
                 self.model.set_reshard_after_backward(number == len(parts))
             there = micro.to(self.spec.device)
             outputs = self._outputs(micro, self.spec.want, temperature)
+            if keep is not None and len(micro):
+                kept.append(Batch(micro.cu_seqlens, {name: column.detach() for name, column in outputs.items()}))
             # Zero, with a gradient of exact zeros: every rank runs the same backward, whatever its loss depends on.
             total = torch.stack([column[:0].sum() for column in outputs.values()]).sum()
             for name, term in (loss(outputs, there) if len(micro) else {}).items():
@@ -173,6 +177,8 @@ class FsdpWorker:
                 if term.coef != 0.0:  # FSDP averages gradients over ranks, but local sums must be added
                     total = total + term.sum * (term.coef * dist.get_world_size() / (denominators[term.kind] or 1.0))
             total.backward()
+        if keep is not None and kept:
+            keep.update(Batch.concat([part.to("cpu") for part in kept]).select(inverse(parts)).tokens)
         return self._step() | self._reduced(sums, denominators)
 
     def _step(self) -> dict[str, Value]:
