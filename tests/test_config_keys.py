@@ -14,6 +14,7 @@ NOT_READ_HERE = {
     "plugins",  # read by the loader
     "data.validation.weight",  # refused
     "resources.ray_address",  # refused with launcher local
+    "resources.rollout_ranks",  # likewise
     "stages.algorithm.on_empty",  # read where a step has nothing to train on
 }
 
@@ -60,6 +61,7 @@ def test_every_key_is_read(model, tmp_path):
 
 @pytest.mark.parametrize("override, match", [
     ("rollout.top_p=0.9", "rollout.top_p"), ("rollout.top_k=5", "rollout.top_k"), ("resources.ray_address=auto", "ray_address"),
+    ("resources.rollout_ranks=1", "rollout_ranks"),
     ("data.validation.0.weight=2", "data.validation.0.weight"), ("data.train.0.options={split: a}", "no options split"),
     ("data.train.0={kind: reasoning_gym, path: chain_sum, prompt_key: question}", "prompt_key"),
 ])
