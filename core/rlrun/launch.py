@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -16,18 +15,18 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rlrun.checkpoint import Checkpoint, Checkpoints, find
+from rlrun.checkpoint import Checkpoint, Checkpoints
 from rlrun.collector import AheadCollector, AnswerCollector, Collector, RolloutCollector, check_answers
-from rlrun.config.changes import changes
 from rlrun.config.load import save_resolved
 from rlrun.config.validate import validate_resolved
 from rlrun.data.prompts import Samples, load_data
 from rlrun.data.sampler import Sampler
 from rlrun.errors import ConfigError, ExitCode, RankError, RunError
+from rlrun.folder import Lock, cut_back_to, has_more, resume_point
 from rlrun.generation import Generator, make_scorers
 from rlrun.models.loading import eos_ids, load_tokenizer
 from rlrun.rewards.model import ROLE
-from rlrun.trackers.jsonl import Jsonl, cut_back
+from rlrun.trackers.jsonl import Jsonl
 from rlrun.trainer import Trainer
 from rlrun.workers.group import Ranks, WorkerGroup
 from rlrun.workers.protocol import RoleRequest
@@ -50,7 +49,7 @@ def run(config: Config, plugins: Plugins, resume: str = "auto") -> int:
     with Lock(directory), signals() as stop:
         with user_errors():
             checkpoint = resume_point(config, directory, resume)
-        if checkpoint and checkpoint.state["done"] and not _has_more(directory, config):
+        if checkpoint and checkpoint.state["done"] and not has_more(directory, config):
             print(f"{directory} is done: {checkpoint.step} steps, last checkpoint {checkpoint.path}", file=sys.stderr)
             return ExitCode.OK
         cut_back_to(checkpoint, directory)
@@ -95,61 +94,6 @@ def signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _has_more(directory: Path, config: Config) -> bool:
-    """Whether a run that had come to its end was given more steps since."""
-    return any(key.startswith("stages") for key in changes(directory / "config.yaml", config))
-
-
-class Lock:
-    """Keeps a run folder to one process. The system lets go of it however that process ends."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def __enter__(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.file = (self.directory / "lock").open("w")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{self.directory} is in use by another process", "give this run another run.name") from None
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-
-def resume_point(config: Config, directory: Path, resume: str) -> Checkpoint | None:
-    """The run's checkpoint to go on from; None: start anew. Raises ConfigError where the folder does not fit that."""
-    checkpoints, saved = Checkpoints(directory / "checkpoints", config.checkpoint.keep), directory / "config.yaml"
-    if resume == "never" and saved.exists():
-        raise ConfigError(f"--resume never, but {directory} holds a run", "give this run another run.name")
-    checkpoint = checkpoints.latest() if resume in ("auto", "never") else find(resume)
-    if checkpoint and checkpoint.path.resolve().parent != checkpoints.directory.resolve():
-        raise ConfigError(f"--resume {resume} is a checkpoint of another run than {directory}",
-                          f"name that run with run.dir and run.name, or begin with its weights: model.path={checkpoint.path}/hf")
-    if checkpoint and saved.exists():
-        for key, (old, new) in changes(saved, config).items():
-            print(f"resuming with {key}: {new!r} (was {old!r})", file=sys.stderr)
-    return checkpoint
-
-
-def cut_back_to(checkpoint: Checkpoint | None, directory: Path) -> None:
-    """Leave nothing in a run's folder that is half-written, or later than the checkpoint."""
-    checkpoints = Checkpoints(directory / "checkpoints", None)
-    checkpoints.remove_partial()
-    step = checkpoint.step if checkpoint else -1
-    for later in checkpoints.list():
-        if later.step > step:
-            aside = later.path.with_name(f"superseded-{later.path.name}")
-            while aside.exists():
-                aside = aside.with_name(f"superseded-{aside.name}")
-            later.path.rename(aside)
-    cut_back(directory / "metrics.jsonl", step - 1)  # the checkpoint holds its own step's metrics
-    for dump in (directory / "rollouts").glob("*.jsonl"):
-        if int(dump.stem.rpartition("_")[2]) > step:
-            dump.unlink()
 
 
 class Run:
