@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlrun.errors import RunError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -72,6 +74,13 @@ def statistics(name: str, values: Tensor) -> dict[str, Value]:
     values = values.detach().double()
     return {f"{name}/mean": Value(float(values.sum()), values.numel()), f"{name}/max": Value(float(values.max())),
             f"{name}/min": Value(float(values.min()), None, "min")}
+
+
+def check_gap(metrics: Mapping[str, float], limit: float | None) -> None:
+    """Raises RunError where the engine's and the trainer's log-probabilities are further apart than `limit`."""
+    gap = metrics.get("rollout/gap_mean", 0.0)
+    if limit is not None and gap > limit:
+        raise RunError(f"rollout/gap_mean is {gap:.3g}, above rollout.gap_limit: engine and trainer are not the same policy any more")
 
 
 def data_metrics(batch: Batch, max_new_tokens: int, max_prompt_tokens: int) -> dict[str, Value]:

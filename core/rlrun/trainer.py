@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlrun.batch import Batch, mini_batches
 from rlrun.errors import RunError, Terminated
 from rlrun.hookspecs import Step
-from rlrun.metrics import Value, data_metrics, merge, of_role, performance_metrics, results, timing_metrics
+from rlrun.metrics import Value, check_gap, data_metrics, merge, of_role, performance_metrics, results, timing_metrics
 from rlrun.validation import validate
 from rlrun.workers.protocol import RoleRequest
 
@@ -145,9 +144,7 @@ class Trainer:
         metrics = results(merge([*parts, self.run.workers.memory(), described]))
         metrics |= performance_metrics(batch, self.timings, self.config.resources.train_ranks)
         metrics |= timing_metrics(self.timings, batch)
-        if metrics.get("rollout/gap_mean", 0.0) > (self.config.rollout.gap_limit or math.inf):
-            raise RunError(f"rollout/gap_mean is {metrics['rollout/gap_mean']:.3g}, above rollout.gap_limit: the engine and the "
-                           "trainer are not the same policy any more")
+        check_gap(metrics, self.config.rollout.gap_limit)
         self._dump(collector.records(), f"step_{self.step + 1:06d}", self.config.trainer.dump_rollouts_every)
         algorithm.observe(metrics)
         extra = self.run.plugins.compute_metrics(Step(self.step + 1, self.stage, self.config, batch, metrics))
