@@ -80,7 +80,7 @@ def check_gap(metrics: Mapping[str, float], limit: float | None) -> None:
     """Raises RunError where the engine's and the trainer's log-probabilities are further apart than `limit`."""
     gap = metrics.get("rollout/gap_mean", 0.0)
     if limit is not None and gap > limit:
-        raise RunError(f"rollout/gap_mean is {gap:.3g}, above rollout.gap_limit: engine and trainer are not the same policy any more")
+        raise RunError(f"rollout/gap_mean is {gap:.3g}, above rollout.gap_limit: engine and trainer are not the same policy")
 
 
 def data_metrics(batch: Batch, max_new_tokens: int, max_prompt_tokens: int) -> dict[str, Value]:
