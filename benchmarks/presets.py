@@ -74,7 +74,7 @@ def main() -> None:
         key = f"{name}-{seed}"
         if key in found or time.monotonic() - began > args.budget_seconds:
             return
-        start = folder / f"warm-{seed}" / "checkpoints" / f"step_{warm_stage['steps']:06d}" / "actor" / "hf"
+        start = folder / f"warm-{seed}" / "checkpoints" / f"step_{warm_stage['steps']:06d}" / "hf"
         stages = [warm_stage] if name == "warm" else [{"algorithm": {"name": name, "prompts_per_step": 64}, "steps": args.steps}]
         found[key] = run(key, seed, folder, stages, str(model if name == "warm" else start))
         args.out.write_text(json.dumps(found))

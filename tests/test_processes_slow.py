@@ -75,7 +75,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[d
 
 def test_killed_and_resumed(tmp_path: Path, model: Path, left: Leftovers, undisturbed: list[dict[str, Any]]) -> None:
     """Case 114: kill -9 of the driver in update, rollout and save, and of rank 1 in update and save: nothing stays after
-    20 s; the same command goes on bit for bit."""
+    20 s; the same command goes on bit for bit. Case 104: the plugin in a file that kills works in the ranks of each restart."""
     config = two_stages(tmp_path / "a", model)
     run = config.parent / "run"
     done = []

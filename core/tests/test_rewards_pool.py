@@ -188,12 +188,16 @@ def test_math_verify_in_the_pool(make):
 
 
 def test_rewards_of_a_plugin_that_is_a_file(make, tmp_path):
-    """Case 104: a reward of a -p file is found in the scoring processes."""
-    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, x): self.x = x\n"
-                                      "    def __call__(self, item): return self.x\n")
+    """Case 104: a reward of a -p file is found in the scoring processes, and in those that replace one that was killed."""
+    (tmp_path / "mine.py").write_text("import time\nclass Mine:\n    def __init__(self, x): self.x = x\n    def __call__(self, item):\n"
+                                      "        time.sleep(1e6 if item.completion == 'hang' else 0)\n        return self.x\n")
     pool = make(parts=[RewardPart(kind="mine", kwargs={"x": 7})], resolve={"mine": "mine:Mine"},
                 files=[("mine", str(tmp_path / "mine.py"))])
     assert pool.score([item("")])[0].reward == 7.0
+    before = {p.pid for p in workers()}
+    assert pool.score([item("hang")])[0].error is not None
+    assert pool.score([item("")])[0].reward == 7.0
+    assert {p.pid for p in workers()} != before
 
 
 def test_thousands_of_fast_samples_take_no_time(make):
