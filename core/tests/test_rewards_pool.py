@@ -189,7 +189,8 @@ def test_math_verify_in_the_pool(make):
 
 def test_rewards_of_a_plugin_that_is_a_file(make, tmp_path):
     """Case 104: a reward of a -p file is found in the scoring processes, and in those that replace one that was killed."""
-    (tmp_path / "mine.py").write_text("import time\nclass Mine:\n    def __init__(self, x): self.x = x\n    def __call__(self, item):\n"
+    (tmp_path / "mine.py").write_text("import time\nclass Mine:\n    def __init__(self, x): self.x = x\n"
+                                      "    def __call__(self, item):\n"
                                       "        time.sleep(1e6 if item.completion == 'hang' else 0)\n        return self.x\n")
     pool = make(parts=[RewardPart(kind="mine", kwargs={"x": 7})], resolve={"mine": "mine:Mine"},
                 files=[("mine", str(tmp_path / "mine.py"))])
