@@ -21,7 +21,8 @@ def both(pools, tools, path, batch, size=2, dtype="float64", head="lm", kind="to
 
 @pytest.mark.parametrize("kind, sections", [
     ("tokens", {}), ("sequences", {"fsdp": {"reshard_after_forward": False}}),
-    ("groups", {"fsdp": {"shard_size": 1}}), ("constant", {"model": {"gradient_checkpointing": True}}),
+    ("groups", {"fsdp": {"shard_size": 1}}), ("tokens", {"fsdp": {"cpu_offload": True}}),
+    ("constant", {"model": {"gradient_checkpointing": True}}),
 ])
 def test_update(gpt2, ranks1, ranks2, tools, kind, sections):
     """Cases 55, 60: one update, in float64, of every parameter; lengths that leave padding, and sequences across the cut."""
@@ -33,6 +34,17 @@ def test_update(gpt2, ranks1, ranks2, tools, kind, sections):
 def test_two_shards_of_one_rank(gpt2, ranks1, ranks2, tools):
     """Case 55: the plugin at size 1 over two ranks is data parallelism."""
     tools.assert_same(*both((ranks1, ranks2), tools, gpt2, tools.make_batch(5, 9, 3, 7), size=1))
+
+
+def test_adapters(ranks1, ranks2, tools, tmp_path):
+    """Low-rank adapters of attention and MLP learn equally."""
+    from rlrun_fsdp.plugin import LoraConfig
+
+    save_tiny(tmp_path, "llama", **tools.SIZES)
+    batch, adapted = tools.make_batch(5, 9, 3, 7), {"fsdp": {"lora": LoraConfig(rank=2)}}
+    expected = tools.update(ranks1, tools.make_config(tmp_path, 1, "float32", **adapted), batch)
+    got = tools.update(ranks2, tools.make_config(tmp_path, 2, "float32", **adapted), batch)
+    tools.assert_same(got, expected, tolerance=1e-4, columns=2e-6)
 
 
 @pytest.mark.parametrize("lengths", [(2, 8), (8, 2, 1), (1, 7)])

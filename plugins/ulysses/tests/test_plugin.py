@@ -53,6 +53,21 @@ def test_two_of_a_kind(gpt2, tools, tmp_path):
         plugins.layout(config)
 
 
+def test_every_role_is_checked(gpt2, ranks2, tools, tmp_path):
+    """A model that only an algorithm or a reward knows of is refused by its name when it is built."""
+    from rlrun.models.tiny import save_tiny
+    from rlrun.testing.gloo import drive
+    from rlrun.workers.protocol import RoleRequest
+
+    save_tiny(tmp_path / "odd", "llama", **{**tools.SIZES, "hidden_size": 24}, num_attention_heads=3, num_key_value_heads=3)
+
+    def script(workers, plugins, config):
+        workers.build("rm", RoleRequest(False, str(tmp_path / "odd"), "float32"), 1, frozenset({"log_probs"}))
+
+    with pytest.raises(ValueError, match="size = 2 does not fit .*odd with 3 query heads and 3 key-value heads: take 1, 3"):
+        drive(ranks2, tools.make_config(gpt2, 2), script)
+
+
 class Recorded:
     """Four ranks that only note what they are asked."""
 
