@@ -43,7 +43,7 @@ class Prime(PolicyAlgorithm):
     def __init__(self, config: Config, stage: StageConfig) -> None:
         super().__init__(config, stage)
         self.prime = config.section("prime", PrimeConfig)
-        if problems := list(_problems(self.prime, config, stage)):
+        if problems := list(_problems(self.prime, config, stage)) or list(_strangers(self.prime, config)):
             raise ValueError("\n".join(problems))
         self.loss = ImplicitRewardLoss(self.prime.beta, self.prime.loss)
         self.needs_old_log_probs = self.needs_old_log_probs or self.prime.reference == "policy"
@@ -226,6 +226,10 @@ def _problems(p: PrimeConfig, config: Config, stage: StageConfig) -> Iterator[st
     if stage.steps is not None and p.update != "none" and p.optim.warmup_steps >= stage.steps * _updates(stage):
         yield (f"prime.optim.warmup_steps = {p.optim.warmup_steps} leaves none of the {stage.steps * _updates(stage)} updates of "
                "the reward model")
+
+
+def _strangers(p: PrimeConfig, config: Config) -> Iterator[str]:
+    """Models that would read the policy's ids as other text."""
     own = config.model.tokenizer or config.model.path
     for key, path in (("prime.path", p.path), ("prime.reference_path", p.reference_path)):
         if path is not None and _vocabulary(path) != _vocabulary(own):
