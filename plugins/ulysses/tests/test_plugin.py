@@ -75,7 +75,7 @@ class Recorded:
 
     def run(self, method, arguments, first=0):
         self.uids = [batch.tokens["ids"].tolist() for _, batch, *_ in arguments]
-        yield from ((rank, {}) for rank in range(self.count))
+        yield from ((rank, ({}, {})) for rank in range(self.count))
 
 
 def test_who_computes_what(gpt2, tools):
