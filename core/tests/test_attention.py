@@ -53,6 +53,9 @@ def test_boundaries():
     assert packed.runs == ((2, 3), (1, 2))
     assert packed.cu_seqlens.tolist() == [0, 3, 6, 8]
     assert packed.max_length == 3
+    filled = Packed.of(torch.tensor([0, 3, 5]), multiple_of=4)
+    assert (filled.total, filled.cu_seqlens.tolist()) == (8, [0, 3, 5, 8])
+    assert Packed.of(torch.tensor([0, 8]), multiple_of=4).total == 8
     with pytest.raises(ValueError, match="key-value cache"):
         attend(*inputs(total=9), packed)
 

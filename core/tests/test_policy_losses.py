@@ -220,3 +220,13 @@ def test_unselected_slots_change_nothing():
         for fill in (math.nan, math.inf, 1e6):
             for a, b in zip(itertools.chain(*clean), itertools.chain(*run(loss, fill)), strict=True):
                 assert torch.equal(a, b), (name, fill)
+
+
+def test_rounding_is_not_clipping():
+    """Values that moved less than the clip count as not clipped, in float32 too."""
+    generator = torch.Generator().manual_seed(0)
+    old, step, returns = (torch.randn(1000, generator=generator) for _ in range(3))
+    mask = torch.ones(1000, dtype=torch.bool)
+    batch = Batch(torch.tensor([0, 1000]), {"loss_mask": mask, "values": old, "returns": returns})
+    terms = ValueLoss(0.2)({"values": old + 0.01 * step.clamp(-5, 5)}, batch)
+    assert float(terms["critic/vf_clipfrac"].sum) == 0
