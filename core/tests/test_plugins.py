@@ -46,6 +46,18 @@ def worker(backend):
     return SimpleNamespace(spec=SimpleNamespace(backend=backend, role="actor"))
 
 
+def test_presets_of_plugins(site):
+    """A name that a plugin provides sets its fields of the stage's options; presets of other names are refused."""
+    algorithm = "{{'algorithm': {{'own': 'x:X'}}}}, presets={{{0!r}: {{'clip_low': 0.1}}}}"
+    install(site, "a", body("a", provides=algorithm.format("own")))
+    install(site, "b", body("b", provides=algorithm.format("grpo")))
+    presets = Plugins.load(["a"]).presets
+    assert presets["own"] == {"clip_low": 0.1}
+    assert presets["dapo"]["clip_high"] == 0.28
+    with pytest.raises(PluginError, match="has presets of grpo, which it does not provide"):
+        Plugins.load(["b"])
+
+
 def test_builtin_is_first_and_listed_order_is_kept(site):
     """Case 108: the order is the user's list, never that of discovery or of names."""
     metric = "@hookimpl\ndef compute_metrics(step):\n    step.batch.append({0!r})\n    return {{'{0}/x': 1}}\n"
