@@ -174,3 +174,11 @@ def test_bad_folders(tmp_path):
     with pytest.raises(ValueError, match="lm_head"):
         loading.load_policy(str(tmp_path), "lm", torch.float32)
     assert build_tokenizer().eos_token_id == 1
+
+
+@pytest.mark.parametrize("kind, keys", [("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}), ("falcon_h1", {})])
+def test_models_whose_rows_leak_are_refused(kind, keys, tmp_path):
+    """Case 28 and its kind: where a state or convolution runs along the row, packed sequences would see one another."""
+    save_tiny(tmp_path, kind, **keys)
+    with pytest.raises(ValueError, match="see one another"):
+        loading.load_policy(str(tmp_path), "lm", torch.float32)

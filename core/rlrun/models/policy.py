@@ -132,18 +132,19 @@ def logit_transform(config: Any) -> tuple[float, float | None]:
 
 @torch.no_grad()
 def check_logits(policy: PolicyModel) -> None:
-    """Compare the log-probabilities of two tokens with the model's own logits.
+    """Compare the log-probabilities of two short sequences in one row with the model's own logits, and with one another.
 
-    Raises ValueError where the model does something between hidden states and logits that PolicyModel does not know.
+    Raises ValueError where the model does something between hidden states and logits that PolicyModel does not know, or lets
+    one sequence of a row see another (by a state or convolution that runs along the row).
     """
     device = policy.model.device
-    ids, both = torch.tensor([0, 1], device=device), torch.tensor([0, 2], device=device)
+    ids, rows = torch.tensor([0, 1, 0, 1], device=device), torch.tensor([0, 2, 4], device=device)
     seen: list[Tensor] = []
     hook = policy.model.base_model.register_forward_hook(lambda *call: seen.append(call[2].last_hidden_state[0]))
     try:
-        positions = torch.arange(2, device=device)[None]
+        positions = ids[None]
         own = policy.model(
-            input_ids=ids[None], position_ids=positions, use_cache=False, packed=Packed.of(both)
+            input_ids=ids[None], position_ids=positions, use_cache=False, packed=Packed.of(rows)
         ).logits[0]
     finally:
         hook.remove()
@@ -153,5 +154,9 @@ def check_logits(policy: PolicyModel) -> None:
     tolerance = 1e-4 if own.dtype in (torch.float32, torch.float64) else 5e-2
     if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
         raise ValueError(
-            f"{type(policy.model).__name__} computes logits in a way that is not supported: log-probabilities of two "
+            f"{type(policy.model).__name__} computes logits in a way that is not supported: log-probabilities of "
             f"tokens are {expected.tolist()}, but {found.tolist()} from its hidden states and output layer")
+    first, second = seen[0].double().split(2)
+    if (first - second).norm() > tolerance / 100 * first.norm():  # the same numbers in the same order
+        raise ValueError(f"{type(policy.model).__name__} lets the sequences of a packed row see one another: something "
+                         "besides attention runs along the row, which is not supported")
