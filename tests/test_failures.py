@@ -42,6 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, forks: Forks, model: P
     return rows
 
 
+@pytest.mark.slow
 def test_killed_anywhere_goes_on_bit_for_bit(
     tmp_path: Path, forks: Forks, model: Path, left: Leftovers, undisturbed: list[dict[str, Any]]
 ) -> None:
@@ -60,6 +61,7 @@ def test_killed_anywhere_goes_on_bit_for_bit(
     left.check()
 
 
+@pytest.mark.slow
 def test_terminated_anywhere_saves_and_goes_on(
     tmp_path: Path, forks: Forks, model: Path, left: Leftovers, undisturbed: list[dict[str, Any]]
 ) -> None:
@@ -79,6 +81,7 @@ def test_terminated_anywhere_saves_and_goes_on(
     assert comparable(metrics(config.parent / "run")) == undisturbed
 
 
+@pytest.mark.slow
 def test_interrupted_twice(
     tmp_path: Path, forks: Forks, model: Path, left: Leftovers, undisturbed: list[dict[str, Any]]
 ) -> None:
