@@ -25,7 +25,7 @@ class Adapter(NamedTuple):
 def add_adapters(policy: PolicyModel, config: LoraConfig, master: torch.dtype, seed: int) -> None:
     """Put adapters, in `master`, on the modules that `config` names; everything else is frozen.
 
-    Raises ValueError where peft is not installed or no module has such a name.
+    Raises ValueError where peft is not installed, no module has such a name, or weights are kept transposed.
     """
     try:
         import peft
@@ -36,6 +36,8 @@ def add_adapters(policy: PolicyModel, config: LoraConfig, master: torch.dtype, s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, policy.model)
+    if any(getattr(m, "fan_in_fan_out", False) for m in policy.modules()):
+        raise ValueError(f"fsdp.lora: {type(policy.model).__name__} keeps its weights transposed (as GPT-2), which cannot be merged")
     for name, p in policy.named_parameters():
         p.requires_grad_("lora_" in name)
         if "lora_" in name:

@@ -294,6 +294,13 @@ def test_asynchronous_save(gpt2, ranks2, tools, tmp_path):
         assert lrs == pytest.approx([0.01 * 2 / 3])
 
 
+def test_adapters_on_transposed_weights_are_refused(gpt2, ranks1, tools):
+    """GPT-2 keeps its weights as [in, out]: merging adapters into them would be wrong, so they are refused by name."""
+    config = tools.make_config(gpt2, model__dtype="float32", fsdp__lora__rank=2)
+    with pytest.raises(ValueError, match=r"fsdp\.lora: GPT2LMHeadModel"):
+        ranks1.run(tools.make_worker, config)
+
+
 def test_adapters(llama, ranks1, ranks2, tools, tmp_path):
     """Low-rank adapters train alone, at any number of ranks alike; weights and export are merged; a checkpoint holds the
     adapters, and resumes; the reference is the actor with them switched off."""
