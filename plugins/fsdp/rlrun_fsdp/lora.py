@@ -37,7 +37,7 @@ def add_adapters(policy: PolicyModel, config: LoraConfig, master: torch.dtype, s
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, policy.model)
     if any(getattr(m, "fan_in_fan_out", False) for m in policy.modules()):
-        raise ValueError(f"fsdp.lora: {type(policy.model).__name__} keeps its weights transposed (as GPT-2), which cannot be merged")
+        raise ValueError(f"fsdp.lora: {type(policy.model).__name__} keeps its weights transposed, which cannot be merged")
     for name, p in policy.named_parameters():
         p.requires_grad_("lora_" in name)
         if "lora_" in name:
