@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROLLOUT = "rlrun.generation:Generator.run"
 UPDATE = "rlrun.workers.group:WorkerGroup.update"
-FLUSH = "rlrun.checkpoint:flush"
+PUBLISH = "rlrun.checkpoint:Checkpoints.publish"
 RANK_UPDATE = "rlrun_fsdp.worker:FsdpWorker.update"
 RANK_SAVE = "rlrun_fsdp.checkpoint:write"
 RANK_SAVE_EXTRA = "rlrun_fsdp.checkpoint:_extra"
@@ -79,7 +79,7 @@ def test_killed_and_resumed(tmp_path: Path, model: Path, left: Leftovers, undist
     config = two_stages(tmp_path / "a", model)
     run = config.parent / "run"
     done = []
-    for point, code in ((f"{UPDATE}@2", -9), (f"{ROLLOUT}@1", -9), (f"{FLUSH}@1", -9), (f"{RANK_UPDATE}@2/1", 1),
+    for point, code in ((f"{UPDATE}@2", -9), (f"{ROLLOUT}@1", -9), (f"{PUBLISH}@1", -9), (f"{RANK_UPDATE}@2/1", 1),
                         (f"{RANK_SAVE_EXTRA}@1/1", 1)):
         killed = rl_run(config, env={**left.env, "POINTS": f"{point}=kill"}, timeout=240)
         assert killed.returncode == code, killed.stderr
