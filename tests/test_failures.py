@@ -106,7 +106,7 @@ def test_hung_phase(tmp_path: Path, forks: Forks, model: Path, left: Leftovers) 
     hung = forks.run(config, env={**left.env, "POINTS": "rlrun.workers.rank:Rank.update@2=sleep"})
     assert hung.returncode == 1
     assert "in stuck_here" in hung.stderr
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90
     left.check()
 
 
@@ -149,7 +149,7 @@ def test_more_ranks_than_processors(tmp_path: Path, forks: Forks, model: Path, l
     config = write_run(tmp_path / "a", model, resources=runs.ray(there + 2))
     began = time.monotonic()
     refused = forks.run(config, env=left.env)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90
     assert refused.returncode == 4
     assert f"{there + 2} ranks on cpu need {there + 2} CPU, there are {there}" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -106,7 +106,7 @@ def test_stopped_and_resumed(
         time.sleep(0.3)
     began = time.monotonic()
     assert process.wait(60) == 128 + sent
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert "Traceback" not in (config.parent / "output.txt").read_text()
     left.check()
     assert not [name for name in checkpoints(run) if "partial" in name]

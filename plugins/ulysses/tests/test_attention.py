@@ -25,6 +25,7 @@ def test_one_model_at_a_time(gpt2, ranks1):
     def run():
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        gc.collect()  # models of other tests take their entries with them
         before = dict(ALL_ATTENTION_FUNCTIONS)
         patched, other = (AutoModelForCausalLM.from_pretrained(gpt2, attn_implementation=NAME).eval() for _ in range(2))
         ulysses = over_all_ranks()
