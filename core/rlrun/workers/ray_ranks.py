@@ -75,6 +75,7 @@ class Cluster:
                 self.folder = tempfile.mkdtemp(prefix="rlrun-", dir=base if len(base) <= LONGEST_BASE else "/tmp")
                 self.reaper = subprocess.Popen(["sh", "-c", REAPER, self.folder], stdin=subprocess.PIPE, start_new_session=True)
                 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+                os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves ranks beside any other work on the machine
                 self._start({**options, "address": "local", "include_dashboard": False, "_temp_dir": self.folder,
                              "object_store_memory": _object_store_bytes()})
             else:
