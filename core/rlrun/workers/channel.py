@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+Item = TypeVar("Item")
+
 BUCKET_BYTES = 256 << 20
+"""Of tensors that cross together, between ranks or out of shards, unless a single one is larger."""
 _ALIGNED = 16
 """Bytes that each tensor's place in a bucket is a multiple of, so that it can be viewed in its own dtype."""
 
@@ -32,7 +35,7 @@ class WeightChannel:
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send all weights, in buckets of about `BUCKET_BYTES`: no second copy of the model exists."""
-        for bucket in _buckets(weights):
+        for bucket in buckets(weights, lambda item: item[1].nbytes, BUCKET_BYTES):
             self._header([(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket])
             self.data.broadcast(torch.cat([_padded(t.to(self.device)) for _, t in bucket]), 0).wait()
         self._header([])
@@ -59,15 +62,16 @@ class WeightChannel:
         return found
 
 
-def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
+def buckets(items: Iterable[Item], nbytes: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """The items in order, as many together as have at most `limit` bytes; a larger one alone."""
+    bucket: list[Item] = []
     size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
+    for item in items:
+        if bucket and size + nbytes(item) > limit:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
+        bucket.append(item)
+        size += nbytes(item)
     if bucket:
         yield bucket
 

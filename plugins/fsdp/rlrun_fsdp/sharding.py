@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlrun.models.loading import empty_policy, load_policy
+from rlrun.workers.channel import BUCKET_BYTES, buckets
 
 if TYPE_CHECKING:
     from rlrun.models.policy import PolicyModel
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 has another name for it."""
-BUCKET_BYTES = 2**28
-"""Whole tensors that one collective of the weight stream puts together, unless a single one is larger."""
 
 
 def load_first(spec: RoleSpec, dtype: torch.dtype) -> PolicyModel:
@@ -88,16 +87,7 @@ def fill(model: nn.Module, whole: dict[str, Tensor], device: torch.device) -> No
 def gather(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Iterator[Tensor]:
     """Whole tensors of shards over `group` (by the first dimension, as FSDP2 cuts them), in order and in `dtype`, on
     `device`; many at a time. Collective: every rank must take them all."""
-    bucket: list[Tensor] = []
-    size = 0
-    for x in tensors:
-        nbytes = x.numel() * dtype.itemsize
-        if bucket and size + nbytes > BUCKET_BYTES:
-            yield from _gather(bucket, dtype, device, group)
-            bucket, size = [], 0
-        bucket.append(x)
-        size += nbytes
-    if bucket:
+    for bucket in buckets(tensors, lambda x: x.numel() * dtype.itemsize, BUCKET_BYTES):
         yield from _gather(bucket, dtype, device, group)
 
 
