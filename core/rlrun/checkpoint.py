@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,18 +47,6 @@ class Checkpoints:
     def latest(self) -> Checkpoint | None:
         complete = self.list()
         return complete[-1] if complete else None
-
-    def save(
-        self, step: int, state: dict[str, Any], write: Callable[[Path], None], needed: Collection[str] = ()
-    ) -> Checkpoint:
-        """Let `write` fill a folder, add the trainer's state, publish it, then remove what is over `keep`.
-
-        Checkpoints named in `needed` stay. Where anything fails, nothing published before is lost, and the partial folder
-        goes.
-        """
-        with self.writing(step):
-            write(self.begin(step, state))
-            return self.publish(step, needed)
 
     @contextmanager
     def writing(self, step: int) -> Iterator[None]:

@@ -19,6 +19,9 @@ _LIMITS = {
     "le": (lambda value, limit: value <= limit, "at most"),
 }
 
+_OFFLINE = ("sft", "dpo")
+"""Core's algorithms that generate nothing."""
+
 
 def validate(config: Config, plugins: Plugins) -> None:
     """Check single values, combinations, and that every chosen name exists. Raises ConfigError with all problems.
@@ -131,7 +134,7 @@ def _sections(config: Config) -> Iterator[str]:
     if not config.stages:
         yield "stages is empty; it needs at least one stage, such as [{algorithm: {name: grpo}, steps: 100}]"
     uncorrected = [f"stages.{i}.algorithm.correction" for i, stage in enumerate(config.stages)
-                   if stage.algorithm.name not in ("sft", "dpo") and stage.algorithm.correction == "none"]
+                   if stage.algorithm.name not in _OFFLINE and stage.algorithm.correction == "none"]
     if uncorrected and (rollout.top_p < 1 or rollout.top_k > 0):
         yield ("rollout.top_p < 1 and rollout.top_k > 0 sample from another distribution than the trained one: set "
                f"{' and '.join(uncorrected)}, or leave them at 1 and 0 (validation.top_p is free)")
@@ -212,7 +215,7 @@ def _stage(config: Config, stage: StageConfig, key: str, plugins: Plugins) -> It
                f"{per_update}")
     if "advantage" in plugins.presets.get(algorithm.name, {}):
         yield from _online(config, algorithm, at)
-    if algorithm.loss_aggregation == "seq_mean_constant" and algorithm.name in ("sft", "dpo"):
+    if algorithm.loss_aggregation == "seq_mean_constant" and algorithm.name in _OFFLINE:
         yield f"{at}.loss_aggregation seq_mean_constant divides by rollout.max_new_tokens, which {algorithm.name} has no use for"
     if algorithm.name == "dpo" and algorithm.kl_coef == 0:
         yield f"{at}.name dpo needs {at}.kl_coef > 0"

