@@ -30,6 +30,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from rlrun.algorithms.losses import PolicyLoss
 from rlrun.batch import Batch, micro_batches, shard
 from rlrun.config.schema import Config, ModelConfig, OptimConfig
+from rlrun.memory import empty_cache
 from rlrun.models.log_probs import chosen_log_probs
 from rlrun.models.tiny import build_tokenizer
 from rlrun.plugins import Plugins
@@ -324,8 +325,7 @@ def main() -> None:
     for kind in ("short", "long"):
         if kind in parts:
             compare(str(folder), kind, args.repeats)
-            if CUDA:
-                torch.cuda.empty_cache()
+            empty_cache(DEVICE)
     if "save" in parts:
         saving(str(folder))
     dist.destroy_process_group()

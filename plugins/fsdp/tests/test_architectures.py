@@ -91,11 +91,12 @@ def test_a_folder_without_weights_fails_on_all_ranks(gpt2, ranks2, tools, tmp_pa
 
 
 def test_only_memory_empties_the_cache():
-    """`rlrun.memory` is the one place that calls torch.cuda.empty_cache, in core and in plugins."""
+    """`rlrun.memory` is the one place that calls torch.cuda.empty_cache, in core, in plugins and in benchmarks."""
     import rlrun
     import rlrun_fsdp
 
     core, plugins = Path(rlrun.__file__).parent, Path(rlrun_fsdp.__file__).parents[2]
-    sources = [*core.rglob("*.py"), *(p for p in plugins.rglob("*.py") if "tests" not in p.parts)]
+    sources = [*core.rglob("*.py"), *(p for p in plugins.rglob("*.py") if "tests" not in p.parts),
+               *(plugins.parent / "benchmarks").rglob("*.py")]
     assert len(sources) > 50
     assert [p.name for p in sources if "cuda.empty_cache" in p.read_text()] == ["memory.py"]
