@@ -27,7 +27,7 @@ $(READY): pyproject.toml core/pyproject.toml plugins/fsdp/pyproject.toml plugins
 	touch $@
 
 $(DEMO_MODEL)/config.json: | $(READY)
-	$(BIN)/python -m rlrun.models.tiny $(DEMO_MODEL) --task spell_backward
+	$(BIN)/python -m rlrun.testing.tiny $(DEMO_MODEL) --task spell_backward
 
 demo: $(READY) $(DEMO_MODEL)/config.json
 	$(BIN)/rl-run examples/quickstart.yaml -p fsdp run.seed=$(SEED)

@@ -54,7 +54,7 @@ def compare(args: argparse.Namespace, config: Mapping[str, Any], arms: Mapping[s
     folder.mkdir(parents=True, exist_ok=True)
     model, warm = folder / "model", config["stages"][0]
     if not (model / "config.json").exists():
-        subprocess.run([sys.executable, "-m", "rlrun.models.tiny", str(model), "--task", "spell_backward"], check=True)
+        subprocess.run([sys.executable, "-m", "rlrun.testing.tiny", str(model), "--task", "spell_backward"], check=True)
 
     def one(name: str, seed: int, sections: Mapping[str, Any], start: Path) -> None:
         key = f"{name}-{seed}"

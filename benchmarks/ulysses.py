@@ -27,8 +27,8 @@ from rlrun.algorithms.losses import PolicyLoss
 from rlrun.batch import Batch, shard
 from rlrun.config.schema import Config, ModelConfig, OptimConfig
 from rlrun.memory import empty_cache
-from rlrun.models.tiny import build_tokenizer
 from rlrun.plugins import Plugins
+from rlrun.testing.tiny import build_tokenizer
 from rlrun.workers.protocol import RoleRequest, RoleSpec, Worker
 from rlrun_fsdp.plugin import FsdpConfig
 from rlrun_ulysses.plugin import UlyssesConfig

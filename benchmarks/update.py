@@ -32,8 +32,8 @@ from rlrun.batch import Batch, micro_batches, shard
 from rlrun.config.schema import Config, ModelConfig, OptimConfig
 from rlrun.memory import empty_cache
 from rlrun.models.log_probs import chosen_log_probs
-from rlrun.models.tiny import build_tokenizer
 from rlrun.plugins import Plugins
+from rlrun.testing.tiny import build_tokenizer
 from rlrun.workers.protocol import RoleRequest, RoleSpec
 from rlrun_fsdp.backend import Fsdp
 from rlrun_fsdp.plugin import FsdpConfig

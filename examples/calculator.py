@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlrun.environments.calculator import evaluate
-from rlrun.models.tiny import CHATML, save_tiny
+from rlrun.testing.tiny import CHATML, save_tiny
 
 MARKS = ["<calc>", "</calc>", "<|user|>", "<|assistant|>", "<|tool|>"]
 

@@ -105,7 +105,7 @@ SESSIONS: set[int] = set()
 
 def write_model(directory: Path, kind: str = "llama", seed: int = 0, **sizes: Any) -> Path:
     """A model folder with some ten thousand parameters, and a tokenizer of single characters."""
-    from rlrun.models.tiny import save_tiny
+    from rlrun.testing.tiny import save_tiny
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, **sizes}

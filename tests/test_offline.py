@@ -92,7 +92,7 @@ def test_a_row_without_rejected(model, tmp_path):
 
 def test_messages_as_answers(tmp_path):
     """Conversational rows: a prompt of messages, answers of one assistant message each, are the same as their texts."""
-    from rlrun.models.tiny import CHATML
+    from rlrun.testing.tiny import CHATML
 
     model = runs.write_model(tmp_path / "chat", chat_template=CHATML)
     plain = preferences(0, 16)

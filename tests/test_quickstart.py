@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rlrun.config.load import load_config
 from rlrun.data.prompts import load_data
-from rlrun.models.tiny import build_tokenizer
+from rlrun.testing.tiny import build_tokenizer
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 

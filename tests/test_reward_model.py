@@ -9,10 +9,10 @@ import runs
 import torch
 from locally import load, train
 
-from rlrun.models.tiny import build_tokenizer, tiny_config
 from rlrun.rewards.protocol import RewardItem
 from rlrun.testing.gloo import drive
 from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401
+from rlrun.testing.tiny import build_tokenizer, tiny_config
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content | trim }}<end>{% endfor %}"
 """Not the policy's template: messages end with a token of its own, and texts are trimmed."""

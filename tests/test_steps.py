@@ -212,7 +212,7 @@ def test_validation_scores_every_row(model, tmp_path):
 
 def test_ids_in_rollout_and_batch(tmp_path, engine, notes):
     """Cases 11, 12: with a chat template and over-long prompts, the engine is asked with exactly the ids trained on."""
-    from rlrun.models.tiny import CHATML
+    from rlrun.testing.tiny import CHATML
 
     model = runs.write_model(tmp_path / "chat", chat_template=CHATML)
     data = tmp_path / "long.jsonl"
@@ -334,7 +334,7 @@ def test_export(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
     from rlrun.cli import app
-    from rlrun.models.tiny import CHATML
+    from rlrun.testing.tiny import CHATML
     from rlrun.workers.local import LocalRanks
 
     model = runs.write_model(tmp_path / "chat", chat_template=CHATML)

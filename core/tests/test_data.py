@@ -8,7 +8,7 @@ import pytest
 from rlrun.config.schema import DataConfig, SourceConfig
 from rlrun.data import sources
 from rlrun.data.prompts import encode_answer, encode_prompt, load_data, shorten
-from rlrun.models.tiny import CHATML, build_tokenizer
+from rlrun.testing.tiny import CHATML, build_tokenizer
 
 KINDS = {"jsonl": sources.Jsonl, "parquet": sources.Parquet, "datasets": sources.Datasets,
          "reasoning_gym": sources.ReasoningGym}

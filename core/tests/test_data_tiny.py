@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlrun.models.tiny import CHATML, build_tokenizer, common_words, main, save_tiny
+from rlrun.testing.tiny import CHATML, build_tokenizer, common_words, main, save_tiny
 
 QUESTION = "Spell this word backward (example: sun -> nus): hay"
 

@@ -10,11 +10,11 @@ from rlrun.environments.calculator import Calculator, equal, evaluate
 from rlrun.environments.protocol import Answer, Turn
 from rlrun.environments.turns import Episode, combined, continuation
 from rlrun.errors import RunError
-from rlrun.models.tiny import CHATML, build_tokenizer
 from rlrun.rewards.pool import RewardPool
 from rlrun.rewards.protocol import RewardItem, Score
 from rlrun.rewards.scoring import PartSpec
 from rlrun.rollout.protocol import Completion
+from rlrun.testing.tiny import CHATML, build_tokenizer
 
 QWEN = (
     "{%- for m in messages %}{%- if m.role == 'tool' %}{{- '<|im_start|>user\n<tool_response>\n' + m.content + "

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlrun.models.tiny import save_tiny
 from rlrun.rollout.hf import HfRollout, draw, position_ids, uniforms
 from rlrun.rollout.protocol import Request, SamplingParams
+from rlrun.testing.tiny import save_tiny
 
 
 def engine(tmp_path, kind="llama", max_sequences=64, **sizes):

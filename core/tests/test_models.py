@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlrun.models import loading
-from rlrun.models.tiny import build_tokenizer, save_tiny
+from rlrun.testing.tiny import build_tokenizer, save_tiny
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 KINDS = [

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from rlrun.batch import Batch, shard
 from rlrun.config.schema import ActorConfig, Config, ModelConfig, OptimConfig
-from rlrun.models.tiny import save_tiny
 from rlrun.plugins import Plugins
 from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401
+from rlrun.testing.tiny import save_tiny
 from rlrun.workers.protocol import RoleRequest, RoleSpec, Term
 from rlrun_fsdp.backend import Fsdp
 from rlrun_fsdp.plugin import FsdpConfig, WrapPolicy

@@ -22,7 +22,7 @@ def test_export(ranks2, tools, tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from rlrun.models.tiny import save_tiny
+    from rlrun.testing.tiny import save_tiny
 
     ids = torch.arange(2, 12)
     expected = {}

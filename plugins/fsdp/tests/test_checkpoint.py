@@ -223,7 +223,7 @@ def test_uneven_shards_are_exported(ranks2, tools, tmp_path):
     """Case 43 (the kind): a vocabulary that the ranks do not divide is gathered from a padded buffer, and exported whole."""
     from transformers import AutoModelForCausalLM
 
-    from rlrun.models.tiny import save_tiny
+    from rlrun.testing.tiny import save_tiny
 
     model = save_tiny(tmp_path / "odd", words=["odd"], hidden_size=32, intermediate_size=64, num_hidden_layers=1,
                       num_attention_heads=2)

@@ -9,8 +9,8 @@ import torch
 
 from rlrun.batch import Batch
 from rlrun.config.schema import ActorConfig, AlgorithmConfig, Config, ModelConfig, OptimConfig, StageConfig
-from rlrun.models.tiny import save_tiny
 from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401
+from rlrun.testing.tiny import save_tiny
 from rlrun_fsdp.plugin import FsdpConfig
 from rlrun_prime.algorithm import Prime
 from rlrun_prime.plugin import PrimeConfig

@@ -12,9 +12,9 @@ from rlrun.algorithms.policy_gradient import PolicyAlgorithm
 from rlrun.batch import Batch
 from rlrun.config.schema import OptimConfig
 from rlrun.metrics import merge, results
-from rlrun.models.tiny import save_tiny
 from rlrun.plugins import Plugins
 from rlrun.testing.gloo import drive
+from rlrun.testing.tiny import save_tiny
 from rlrun_prime.algorithm import Prime
 
 

@@ -10,9 +10,9 @@ import torch
 from rlrun.batch import Batch
 from rlrun.config.schema import ActorConfig, Config, ModelConfig, OptimConfig
 from rlrun.metrics import results
-from rlrun.models.tiny import save_tiny
 from rlrun.testing.gloo import drive
 from rlrun.testing.ranks import RankPool, ranks1, ranks2  # noqa: F401
+from rlrun.testing.tiny import save_tiny
 from rlrun.workers.protocol import RoleRequest, Term
 from rlrun_fsdp.plugin import FsdpConfig
 from rlrun_ulysses.plugin import UlyssesConfig

@@ -41,7 +41,7 @@ def compare(name: str, changes: dict) -> None:
 
     from rlrun.batch import Batch
     from rlrun.models.policy import PolicyModel, check_logits
-    from rlrun.models.tiny import tiny_config
+    from rlrun.testing.tiny import tiny_config
     from rlrun_ulysses.heads import check_model
     from rlrun_ulysses.sequence_parallel import Ulysses
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlrun.models.attention import NAME, Packed
-from rlrun.models.tiny import save_tiny, tiny_config
+from rlrun.testing.tiny import save_tiny, tiny_config
 from rlrun_ulysses.heads import check_model, fits
 from rlrun_ulysses.sequence_parallel import Ulysses, detach
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlrun.models.tiny import save_tiny
+from rlrun.testing.tiny import save_tiny
 
 SMALL = {"tokens_per_micro_batch": 12}
 LENGTHS = (5, 9, 3, 7, 6, 9, 2)

@@ -55,8 +55,8 @@ def test_two_of_a_kind(gpt2, tools, tmp_path):
 
 def test_every_role_is_checked(gpt2, ranks2, tools, tmp_path):
     """A model that only an algorithm or a reward knows of is refused by its name when it is built."""
-    from rlrun.models.tiny import save_tiny
     from rlrun.testing.gloo import drive
+    from rlrun.testing.tiny import save_tiny
     from rlrun.workers.protocol import RoleRequest
 
     save_tiny(tmp_path / "odd", "llama", **{**tools.SIZES, "hidden_size": 24}, num_attention_heads=3, num_key_value_heads=3)

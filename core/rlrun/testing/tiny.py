@@ -1,6 +1,6 @@
 """Tiny models with tokenizers of their own, made on the spot: for tests and the demo.
 
-`python -m rlrun.models.tiny OUT --task spell_backward` writes a model folder for a reasoning-gym task.
+`python -m rlrun.testing.tiny OUT --task spell_backward` writes a model folder for a reasoning-gym task.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def save_tiny(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a tiny model whose tokenizer knows the words of a reasoning-gym task's question template."""
-    parser = argparse.ArgumentParser(prog="python -m rlrun.models.tiny", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rlrun.testing.tiny", description=main.__doc__)
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--task", default="spell_backward", help="reasoning-gym dataset whose questions give the words")
     parser.add_argument("--kind", default="llama", help="architecture, as transformers names it")
