@@ -11,6 +11,9 @@ import pytest
 import runs
 from locally import load, train
 
+from rlrun.rewards.function import load_file
+from rlrun.rewards.protocol import RewardItem
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -26,7 +29,48 @@ def recipe(tmp_path_factory):
     return folder / "calculator.yaml"
 
 
-LOCAL = ("plugins=[fsdp]", "resources.train_ranks=1", "resources.launcher=local", "trainer.trackers=[]")
+@pytest.fixture(scope="module")
+def calculator():
+    return load_file("calculator_example", str(EXAMPLES / "calculator.py"))
+
+
+LOCAL = (f"plugins=[fsdp, {EXAMPLES / 'calculator.py'}]", "resources.train_ranks=1", "resources.launcher=local",
+         "trainer.trackers=[]")
+
+
+@pytest.mark.parametrize("expression, value", [
+    ("12*7", "84"), (" 1 + 2 * (3 - 4) ", "-1"), ("7/2", "3.5"), ("8/4", "2"), ("17 % 5", "2"), ("-(2)//3", "-1"),
+    ("1e3", "1000"), ("9" * 60 + "*" + "9" * 60, str((10**60 - 1) ** 2)),
+])
+def test_values(calculator, expression, value):
+    assert calculator.evaluate(expression) == value
+
+
+@pytest.mark.parametrize("expression", [
+    "", "1/0", "2**9999", "9**9**9", "abs(1)", "__import__('os')", "a", "'x'*9", "True", "[1]", "1 if 1 else 2", "1+", "(" * 150,
+    "1" * 201, "1j", "1<2", "lambda: 1", "(1).real",
+])
+def test_refuses(calculator, expression):
+    """Nothing but numbers and signs is worked out, and nothing that would take long."""
+    with pytest.raises(ValueError):
+        calculator.evaluate(expression)
+
+
+def test_episode(calculator):
+    tool = calculator.Calculator(answer="result")
+    sample = RewardItem("12*7=", "", "ignored", "q", {"result": "84"})
+    state, talk = tool.reset(sample), [{"role": "user", "content": "12*7="}]
+
+    def say(text):
+        return tool.step(state, [*talk, {"role": "assistant", "content": text}])
+
+    assert say("<calc>12*7</calc>") == ([{"role": "tool", "content": "84"}], {"score": 0.0}, False)
+    assert say("<calc>x</calc>")[0] == [{"role": "tool", "content": "error: only numbers and + - * / // % ( )"}]
+    assert say(" 84.0 ")[1:] == ({"score": 1.0, "correct": 1.0, "calls": 1, "pred": "84.0"}, True)
+    assert say("<calc>1")[1]["score"] == 0.0
+    with pytest.raises(ValueError, match="no column 'result'; it has none"):
+        tool.reset(RewardItem("", "", "", ""))
+    assert [calculator.equal(*pair) for pair in (("a", "a"), ("7", "7.0"), ("", "0"), ("nan", "7"))] == [True, True, False, False]
 
 
 def test_demonstrations_are_what_a_run_makes(recipe):

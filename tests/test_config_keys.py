@@ -44,7 +44,7 @@ def test_every_key_is_read(model, tmp_path):
     from rlrun.testing.recording import leaf_keys, recording
 
     path, read = job(tmp_path, model), set()
-    plain = runs.write_run(tmp_path / "plain", model, runs.grpo(1), environment={"name": "calculator", "kwargs": {"tag": "x"}})
+    plain = runs.write_run(tmp_path / "plain", model, runs.grpo(1), environment={"name": "reasoning_gym", "kwargs": {"tag": "x"}})
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "a", "rejected": "b"}) + "\n" for i in range(4)))
     pass_at_k = runs.grpo(1, name="pass_at_k", pass_k=2, correction="token_tis", overlong_buffer=2)

@@ -13,31 +13,15 @@ def plugin_info() -> PluginInfo:
         api_version=1,
         presets=PRESETS | OFFLINE,
         provides={
-            "source": {
-                "jsonl": "rlrun.data.sources:Jsonl",
-                "parquet": "rlrun.data.sources:Parquet",
-                "datasets": "rlrun.data.sources:Datasets",
-                "reasoning_gym": "rlrun.data.sources:ReasoningGym",
-            },
-            "reward": {
-                "function": "rlrun.rewards.function:FunctionReward",
-                "reasoning_gym": "rlrun.rewards.reasoning_gym:ReasoningGymReward",
-                "math_verify": "rlrun.rewards.math_verify:MathVerifyReward",
-                "model": "rlrun.rewards.model:RewardModel",
-            },
-            "environment": {
-                "calculator": "rlrun.environments.calculator:Calculator",
-                "reasoning_gym": "rlrun.environments.reasoning_gym:ReasoningGymEnvironment",
-            },
-            "tracker": {
-                "console": "rlrun.trackers.console:Console",
-                "tensorboard": "rlrun.trackers.tensorboard:TensorBoard",
-            },
-            "algorithm": {
-                **dict.fromkeys(PRESETS, "rlrun.algorithms.policy_gradient:PolicyAlgorithm"),
-                "sft": "rlrun.algorithms.sft:Sft",
-                "dpo": "rlrun.algorithms.dpo:Dpo",
-            },
+            "source": {"jsonl": "rlrun.data.sources:Jsonl", "parquet": "rlrun.data.sources:Parquet",
+                       "datasets": "rlrun.data.sources:Datasets", "reasoning_gym": "rlrun.data.sources:ReasoningGym"},
+            "reward": {"function": "rlrun.rewards.function:FunctionReward", "model": "rlrun.rewards.model:RewardModel",
+                       "reasoning_gym": "rlrun.rewards.reasoning_gym:ReasoningGymReward",
+                       "math_verify": "rlrun.rewards.math_verify:MathVerifyReward"},
+            "environment": {"reasoning_gym": "rlrun.environments.reasoning_gym:ReasoningGymEnvironment"},
+            "tracker": {"console": "rlrun.trackers.console:Console", "tensorboard": "rlrun.trackers.tensorboard:TensorBoard"},
+            "algorithm": {**dict.fromkeys(PRESETS, "rlrun.algorithms.policy_gradient:PolicyAlgorithm"),
+                          "sft": "rlrun.algorithms.sft:Sft", "dpo": "rlrun.algorithms.dpo:Dpo"},
             "rollout": {"hf": "rlrun.rollout.hf:HfRollout", "vllm": "rlrun.rollout.vllm:VllmRollout"},
         },
     )

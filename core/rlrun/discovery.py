@@ -160,9 +160,7 @@ def _broken(whole: str, what: str, error: Exception) -> PluginError:
     return PluginError(f"{whole} is broken: {what} {type(error).__name__}: {error}", hint)
 
 
-def _checked(
-    item: str, plugin: Any, dist: str | None = None, version: str | None = None, source: bytes | None = None
-) -> Found:
+def _checked(item: str, plugin: Any, dist: str | None = None, version: str | None = None, source: bytes | None = None) -> Found:
     """Ask a plugin for its descriptor. A manager without specifications is asked: those of another API may differ."""
     name, path = name_of(item), item if source is not None else None
     whole = label(name, dist, version, path)

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import fcntl
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlrun.checkpoint import Checkpoint, Checkpoints, find
 from rlrun.config.changes import changes
+from rlrun.config.schema import Config
 from rlrun.errors import ConfigError, RunError
 from rlrun.trackers.jsonl import cut_back
 
-if TYPE_CHECKING:
-    from rlrun.config.schema import Config
 
-
-class Lock:
-    """Keeps a run folder to one process. The system lets go of it however that process ends."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def __enter__(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.file = (self.directory / "lock").open("w")
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep a run folder to one process. The system lets go of it however that process ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as file:
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(f"{self.directory} is in use by another process", "give this run another run.name") from None
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
+            raise RunError(f"{directory} is in use by another process", "give this run another run.name") from None
+        yield
 
 
 def resume_point(config: Config, directory: Path, resume: str) -> Checkpoint | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pluggy
 
@@ -110,13 +110,3 @@ class Hooks:
     def compute_metrics(self, step: Step) -> dict[str, float]:
         """Further metrics of a step. Driver, once a step, all plugins; every key begins with the plugin's name and "/"."""
         raise NotImplementedError
-
-
-def describe(info: PluginInfo) -> dict[str, Any]:
-    """A plugin's descriptor as plain data, for listings and comparison between processes."""
-    return {
-        "name": info.name,
-        "api_version": info.api_version,
-        "config": info.config.__name__ if info.config else None,
-        "provides": {kind: dict(names) for kind, names in info.provides.items()},
-    }

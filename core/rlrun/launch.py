@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlrun.checkpoint import Checkpoint, Checkpoints
 from rlrun.collector import AheadCollector, AnswerCollector, Collector, RolloutCollector, check_answers
-from rlrun.config.load import save_resolved
+from rlrun.config.load import to_yaml
 from rlrun.config.validate import validate_resolved
 from rlrun.data.prompts import Samples, load_data
 from rlrun.data.sampler import Sampler
 from rlrun.errors import ConfigError, ExitCode, RankError, RunError
-from rlrun.folder import Lock, cut_back_to, has_more, resume_point
+from rlrun.folder import cut_back_to, has_more, locked, resume_point
 from rlrun.generation import Generator, make_scorers
 from rlrun.models.loading import eos_ids, load_tokenizer
 from rlrun.rewards.model import ROLE
@@ -46,7 +46,7 @@ def run(config: Config, plugins: Plugins, resume: str = "auto") -> int:
     with user_errors():
         validate_resolved(config, plugins)
     directory = Path(config.run.dir) / config.run.name
-    with Lock(directory), signals() as stop:
+    with locked(directory), signals() as stop:
         with user_errors():
             checkpoint = resume_point(config, directory, resume)
         if checkpoint and checkpoint.state["done"] and not has_more(directory, config):
@@ -134,7 +134,7 @@ class Run:
             self.workers.start_engines()
             ends = eos_ids(config.model.path, self.tokenizer)
             self.generator = Generator(config, self.workers, self.tokenizer, ends, *scorers)
-        save_resolved(config, self.directory / "config.yaml")
+        (self.directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         (self.directory / "plugins.json").write_text(json.dumps(plugins.manifest(), indent=1))
         plugins.copy_files_to(self.directory)
         chosen: list[Any] = [Jsonl, *(plugins.resolve("tracker", name) for name in config.trainer.trackers)]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from rlrun.config.schema import Config
 from rlrun.config.validate import validate_resolved
 from rlrun.launch import generates, prompts, stage_steps, user_errors
 from rlrun.models.loading import eos_ids, parameter_count
+from rlrun.plugins import Plugins
 from rlrun.rewards.pool import MODEL, reward_parts
-
-if TYPE_CHECKING:
-    from rlrun.config.schema import Config
-    from rlrun.plugins import Plugins
 
 
 def dry_run(config: Config, plugins: Plugins) -> str:

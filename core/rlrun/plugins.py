@@ -38,7 +38,7 @@ class Plugins:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+        self.recipe = recipe
         available = installed()
         self._found: dict[str, Found] = {}
         for item, source in (("builtin", None), *recipe):
@@ -62,12 +62,8 @@ class Plugins:
             _loaded[recipe] = cls(recipe)
         return _loaded[recipe]
 
-    def recipe(self) -> Recipe:
-        """What `from_recipe` takes."""
-        return self._recipe
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._recipe, self.manifest())
+        return _rebuild, (self.recipe, self.manifest())
 
     @property
     def infos(self) -> list[PluginInfo]:
@@ -176,11 +172,8 @@ class Plugins:
 
     def manifest(self) -> list[dict[str, Any]]:
         """Names, versions and hashes in order, as JSON-able data: recorded with a run, compared between processes."""
-        return [
-            {"name": f.name, "dist": f.dist, "version": f.version, "api_version": f.info.api_version,
-             "sha256": f.sha256, "path": f.path}
-            for f in self._found.values()
-        ]
+        return [{"name": f.name, "dist": f.dist, "version": f.version, "api_version": f.info.api_version, "sha256": f.sha256,
+                 "path": f.path} for f in self._found.values()]
 
     def check_same(self, other: Sequence[Mapping[str, Any]]) -> None:
         """Compare with another process's manifest; the path of a file may differ. Raises PluginError."""

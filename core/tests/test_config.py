@@ -4,14 +4,14 @@ import copy
 import pickle
 import subprocess
 import sys
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from typing import get_args
 
 import pytest
 import yaml
 
 from rlrun.algorithms.presets import PRESETS
-from rlrun.config.load import load_config, plain, save_resolved, to_yaml
+from rlrun.config.load import load_config, to_yaml
 from rlrun.config.schema import AlgorithmConfig, Config, OptimConfig
 from rlrun.config.values import keys_of
 from rlrun.errors import ConfigError, PluginError
@@ -325,10 +325,10 @@ def test_saved_configuration_loads_back(load, tmp_path):
                   "rollout.stop=['\\???', \"\\n\", '\\${x}', '']", "model.path=a\\${b}", "run.seed=7",
                   "stages.0.optim={lr: 1e-5}", "checkpoint.keep=null")
     assert config.rollout.stop == ["???", "\n", "${x}", ""]
-    save_resolved(config, tmp_path / "saved.yaml")
+    (tmp_path / "saved.yaml").write_text(to_yaml(config))
     again, plugins = load_config(tmp_path / "saved.yaml")
     assert again == config
-    assert plain(again) == plain(config)
+    assert asdict(again) == asdict(config)
     assert plugins.names == ["builtin", "toy"]
 
 
@@ -359,7 +359,7 @@ def test_presets_are_values_that_any_key_overrides(load):
         return yaml.safe_load(to_yaml(load(*overrides, **more)))["stages"][stage]["algorithm"]
 
     for name, preset in PRESETS.items():
-        default = plain(AlgorithmConfig(name=name, prompts_per_step=8))
+        default = asdict(AlgorithmConfig(name=name, prompts_per_step=8))
         assert shown(f"stages.0.algorithm.name={name}") == {**default, **preset}
         others = {}
         for field, value in preset.items():

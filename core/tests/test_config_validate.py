@@ -156,7 +156,7 @@ def test_values_alone(load, key, bad, good):
     (["rollout.engine=vlm"], ["rollout.engine: no rollout 'vlm'"]),
     (["stages.0.algorithm.name=grpoo"], ["stages.0.algorithm.name: no algorithm 'grpoo'", "did you mean 'grpo'"]),
     (["reward.kind=fn"], ["reward.kind: no reward 'fn'"]),
-    (["environment.name=calculatr"], ["environment.name: no environment 'calculatr'", "did you mean 'calculator'"]),
+    (["environment.name=reasoning"], ["environment.name: no environment 'reasoning'", "did you mean 'reasoning_gym'"]),
     (["environment.kwargs={a: 1}"], ["environment.kwargs", "environment.name"]),
     (["rollout.max_staleness=1", "resources.rollout_ranks=1", "reward.kind=model"], ["rollout.max_staleness", "reward model"]),
     (["data.train.0.kind=csv"], ["data.train.0.kind: no source 'csv'; there is: datasets, jsonl"]),

@@ -94,7 +94,7 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
     ends = lengths.cumsum(0)
     advantages = torch.zeros_like(v)
     following, next_value = v.new_zeros(len(batch)), v.new_zeros(len(batch))
-    for back in range(1, _longest(lengths) + 1):
+    for back in range(1, max(lengths.tolist(), default=0) + 1):
         rows = lengths >= back
         at = (ends - back)[rows]
         delta = r[at] + gamma * next_value[rows] - v[at]
@@ -135,10 +135,6 @@ def at_last_token(per_sequence: Tensor, batch: Batch) -> Tensor:
     some = lengths > 0
     chosen[(lengths.cumsum(0) - 1)[some]] = per_sequence[some]
     return _spread(chosen, mask)
-
-
-def _longest(lengths: Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0
 
 
 def _spread(chosen: Tensor, mask: Tensor) -> Tensor:

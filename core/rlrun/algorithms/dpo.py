@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,9 @@ from torch.nn.functional import logsigmoid
 
 from rlrun.algorithms.base import Algorithm
 from rlrun.batch import Batch
+from rlrun.data.sample import Sample
 from rlrun.metrics import Value
-from rlrun.workers.protocol import RoleRequest, Term
-
-if TYPE_CHECKING:
-    from rlrun.data.sample import Sample
-    from rlrun.workers.protocol import Loss
+from rlrun.workers.protocol import Loss, RoleRequest, Term
 
 
 class Dpo(Algorithm):
@@ -30,8 +27,7 @@ class Dpo(Algorithm):
     atom = "pair"
 
     def roles(self) -> dict[str, RoleRequest]:
-        ref = self.config.ref
-        return {"ref": RoleRequest(trainable=False, path=ref.path, dtype=self.config.model.dtype)}
+        return {"ref": RoleRequest(trainable=False, path=self.config.ref.path, dtype=self.config.model.dtype)}
 
     def completions(self, sample: Sample) -> list[Any]:
         if sample.extra.get("rejected") is None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 
+
+@dataclass
 class EntropyCoefficient:
     """Fixed; or, with a target (nats per token), moved by `STEP` after each step, up while the entropy is below the target and
     down while it is above, and applied only while it is not above (adaptive entropy control of Skywork-OR1, arXiv 2505.22312)."""
 
     STEP = 0.005
-
-    def __init__(self, value: float, target: float | None = None) -> None:
-        self.raw = value
-        self.target = target
-        self.needed = True
-        """Whether the entropy was at or below the target after the last step."""
+    raw: float
+    target: float | None = None
+    needed: bool = True
+    """Whether the entropy was at or below the target after the last step."""
 
     @property
     def value(self) -> float:

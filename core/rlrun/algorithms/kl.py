@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 
@@ -26,13 +28,13 @@ def estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, old_log_probs:
     raise ValueError(f"unknown KL estimator {kind!r}: use k1, k2, k3 or k3_unbiased")
 
 
+@dataclass
 class KlCoefficient:
     """The KL's weight: fixed, or moved towards a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""
 
-    def __init__(self, value: float, target: float | None = None, horizon: int = 10000) -> None:
-        self.value = value
-        self.target = target
-        self.horizon = horizon
+    value: float
+    target: float | None = None
+    horizon: int = 10000
 
     def update(self, kl: float, sequences: int) -> None:
         """After a step of so many sequences with mean KL `kl` per token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,10 @@ from rlrun.algorithms.correction import correct
 from rlrun.algorithms.entropy import EntropyCoefficient
 from rlrun.algorithms.losses import PolicyLoss, ValueLoss
 from rlrun.algorithms.shaping import mask_out, overlong
+from rlrun.batch import Batch
+from rlrun.config.schema import Config, StageConfig
 from rlrun.metrics import Value
-from rlrun.workers.protocol import RoleRequest
-
-if TYPE_CHECKING:
-    from rlrun.batch import Batch
-    from rlrun.config.schema import Config, StageConfig
-    from rlrun.workers.protocol import Loss
+from rlrun.workers.protocol import Loss, RoleRequest
 
 log = logging.getLogger(__name__)
 

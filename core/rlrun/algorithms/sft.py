@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from rlrun.algorithms.base import Algorithm
 from rlrun.algorithms.losses import SftLoss
+from rlrun.batch import Batch
 from rlrun.metrics import Value
-
-if TYPE_CHECKING:
-    from rlrun.batch import Batch
-    from rlrun.workers.protocol import Loss
+from rlrun.workers.protocol import Loss
 
 
 class Sft(Algorithm):

@@ -6,7 +6,7 @@ import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import asdict, field, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from rlrun.errors import ConfigError, PluginError
 from rlrun.plugins import Plugins, Recipe
 
 
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), add: Sequence[str] = (), without: Sequence[str] = ()
-) -> tuple[Config, Plugins]:
+def load_config(path: str | Path, overrides: Sequence[str] = (), add: Sequence[str] = (),
+                without: Sequence[str] = ()) -> tuple[Config, Plugins]:
     """Read, override and validate a configuration, and load its plugins.
 
     Args:
@@ -80,7 +79,7 @@ def build(plugins: Plugins, root: yaml.MappingNode, overrides: Sequence[tuple[st
 def schema(plugins: Plugins) -> type[Config]:
     """Config with the sections of plugins. Its objects pickle with their plugins: any process can rebuild them."""
     sections = tuple((info.name, info.config) for info in plugins.infos if info.config is not None)
-    return _schema(plugins.recipe(), sections)
+    return _schema(plugins.recipe, sections)
 
 
 @cache
@@ -108,25 +107,9 @@ def _defaults(cls: Any) -> DictConfig:
     return defaults
 
 
-def plain(value: Any) -> Any:
-    """A configuration as dicts, lists and scalars."""
-    if is_dataclass(value):
-        return {one.name: plain(vars(value)[one.name]) for one in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
 def to_yaml(config: Config) -> str:
     """YAML that loads back to the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(plain(config))))
-
-
-def save_resolved(config: Config, path: Path) -> None:
-    """Write the whole configuration as YAML that loads back to the same one."""
-    path.write_text(to_yaml(config), encoding="utf-8")
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(asdict(config))))
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -137,9 +120,8 @@ def _split(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _plugin_list(
-    root: yaml.MappingNode, overrides: Sequence[tuple[str, str]], add: Sequence[str], without: Sequence[str]
-) -> list[str]:
+def _plugin_list(root: yaml.MappingNode, overrides: Sequence[tuple[str, str]], add: Sequence[str],
+                 without: Sequence[str]) -> list[str]:
     problems: list[str] = []
     kind = keys_of(Config)["plugins"]
     nodes = [value for key, value in root.value if key.value == "plugins"]
@@ -188,10 +170,8 @@ def _apply(values: DictConfig, cls: type[Config], key: str, text: str, problems:
         OmegaConf.update(values, key, value)
 
 
-def _preset(
-    values: DictConfig, cls: type[Config], data: dict[str, Any], overrides: Sequence[tuple[str, str]],
-    presets: Mapping[str, Mapping[str, object]],
-) -> None:
+def _preset(values: DictConfig, cls: type[Config], data: dict[str, Any], overrides: Sequence[tuple[str, str]],
+            presets: Mapping[str, Mapping[str, object]]) -> None:
     """Give each stage's algorithm the fields of its name's preset, but for those that file or overrides set."""
     given = OmegaConf.create(data)
     for key, text in overrides:
@@ -231,13 +211,13 @@ def _rebuild(plugins: Plugins, values: dict[str, Any]) -> Config:
     return schema(plugins)(**values)
 
 
-def _escaped(value: Any) -> Any:
-    """Text that OmegaConf would read as an interpolation or as a missing value, so that it reads it as text."""
+def _plain(value: Any) -> Any:
+    """Dicts, lists and scalars; text that OmegaConf would read as an interpolation or a missing value escaped."""
     if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    if isinstance(value, str):
-        value = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str | Path):
+        value = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", str(value))
         return "\\" + value if re.fullmatch(r"\\*\?\?\?", value) else value
     return value

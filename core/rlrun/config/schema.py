@@ -15,16 +15,8 @@ from omegaconf import MISSING
 Section = TypeVar("Section")
 
 
-def opt(
-    default: Any = NO_DEFAULT,
-    help: str = "",
-    *,
-    choices: tuple[str, ...] = (),
-    gt: float | None = None,
-    ge: float | None = None,
-    lt: float | None = None,
-    le: float | None = None,
-) -> Any:
+def opt(default: Any = NO_DEFAULT, help: str = "", *, choices: tuple[str, ...] = (), gt: float | None = None,
+        ge: float | None = None, lt: float | None = None, le: float | None = None) -> Any:
     """A config key: its default (dicts and lists are copied for each instance), meaning, and accepted values.
 
     Numbers are always required to be finite. `None` passes every check of an Optional key.
@@ -110,7 +102,7 @@ class RewardConfig:
 
 @dataclass
 class EnvironmentConfig:
-    name: Optional[str] = opt(None, "calculator, reasoning_gym, or an environment of a listed plugin; default: a single turn")
+    name: Optional[str] = opt(None, "reasoning_gym, or an environment of a listed plugin; default: a single turn")
     max_turns: int = opt(8, "most replies of the policy to one prompt; together with what the environment says they end at "
                             "data.max_prompt_tokens + rollout.max_new_tokens", gt=0)
     kwargs: dict[str, Any] = opt({}, "arguments of the environment's constructor")
@@ -123,8 +115,7 @@ class OptimConfig:
     eps: float = opt(1e-8, "AdamW's epsilon", gt=0)
     weight_decay: float = opt(0.01, "AdamW's decoupled weight decay", ge=0)
     clip_grad: float = opt(1.0, "largest norm of the full gradient; 0: no clipping", ge=0)
-    schedule: str = opt("constant", "learning rate over a stage's updates",
-                        choices=("constant", "linear", "cosine", "wsd"))
+    schedule: str = opt("constant", "learning rate over a stage's updates", choices=("constant", "linear", "cosine", "wsd"))
     warmup_steps: int = opt(0, "updates of linear warm-up", ge=0)
     decay_fraction: float = opt(0.1, "wsd: share of the updates in the final decay", gt=0, le=1)
     min_lr_ratio: float = opt(0.0, "floor of the schedule, as a share of lr", ge=0, le=1)
@@ -235,8 +226,7 @@ class ResourcesConfig:
     train_ranks: int = opt(1, "ranks that train, one a device", gt=0)
     rollout_ranks: int = opt(0, "further ranks that only generate; 0: those that train do both, in turn", ge=0)
     device: str = opt("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    launcher: str = opt("auto", "local runs one rank in the driver's process; auto: ray",
-                        choices=("auto", "ray", "local"))
+    launcher: str = opt("auto", "local runs one rank in the driver's process; auto: ray", choices=("auto", "ray", "local"))
     ray_address: Optional[str] = opt(None, "a running cluster; default: a local one for this run")
     threads_per_rank: int = opt(1, "CPU threads of each rank on device cpu", gt=0)
 

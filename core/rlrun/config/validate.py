@@ -19,8 +19,7 @@ _LIMITS = {
     "le": (lambda value, limit: value <= limit, "at most"),
 }
 
-_OFFLINE = ("sft", "dpo")
-"""Core's algorithms that generate nothing."""
+_OFFLINE = ("sft", "dpo")  # core's algorithms that generate nothing
 
 
 def validate(config: Config, plugins: Plugins) -> None:
@@ -46,20 +45,19 @@ def validate_resolved(config: Config, plugins: Plugins) -> None:
         problems.append(f"rollout.engine_args: engines of {size} ranks do not fit in resources.{key} = "
                         f"{getattr(config.resources, key)}")
     for i, stage in enumerate(config.stages):
-        online = plugins.resolve("algorithm", stage.algorithm.name).online
-        if online and not config.rewarded:
+        algorithm = plugins.resolve("algorithm", stage.algorithm.name)
+        if algorithm.online and not config.rewarded:
             problems.append(f"stages.{i}.algorithm.name {stage.algorithm.name} needs reward.kind or reward.parts, or "
                             "environment.name")
         saved = config.checkpoint.save_contents
         if i > 0 and "model" not in saved:
             problems.append(f"stages.{i} goes on with the model of the stage before: checkpoint.save_contents must have model")
-        of_policy = [r for r, request in plugins.resolve("algorithm", stage.algorithm.name)(config, stage).roles().items()
-                     if request.path is None]
+        of_policy = [role for role, request in algorithm(config, stage).roles().items() if request.path is None]
         if i > 0 and of_policy and "hf_model" not in saved:
             problems.append(f"stages.{i} makes {' and '.join(of_policy)} of the policy that it begins with: "
                             "checkpoint.save_contents must have hf_model, or name a folder")
         prompts = stage.algorithm.prompts_per_update or stage.algorithm.prompts_per_step
-        samples, factor = (config.rollout.samples_per_prompt, " x rollout.samples_per_prompt") if online else (1, "")
+        samples, factor = (config.rollout.samples_per_prompt, " x rollout.samples_per_prompt") if algorithm.online else (1, "")
         if prompts * samples < shards:
             problems.append(f"stages.{i}.algorithm.prompts_per_update{factor} = {prompts * samples} samples cannot be "
                             f"shared by the {shards} data-parallel shards of resources.train_ranks = "
@@ -104,20 +102,17 @@ def _value(value: Any, field: Field[Any], key: str) -> Iterator[str]:
 def _names(config: Config, plugins: Plugins) -> Iterator[str]:
     data = {"data.train": config.data.train, "data.validation": config.data.validation}
     chosen = [
-        ("actor.backend", "backend", config.actor.backend),
-        ("rollout.engine", "rollout", config.rollout.engine),
+        ("actor.backend", "backend", config.actor.backend), ("rollout.engine", "rollout", config.rollout.engine),
+        ("reward.kind", "reward", config.reward.kind), ("environment.name", "environment", config.environment.name),
         *((f"{key}.{i}.kind", "source", s.kind) for key, sources in data.items() for i, s in enumerate(sources)),
         *((f"stages.{i}.algorithm.name", "algorithm", s.algorithm.name) for i, s in enumerate(config.stages)),
         *((f"trainer.trackers.{i}", "tracker", name) for i, name in enumerate(config.trainer.trackers)),
         *((f"reward.parts.{i}.kind", "reward", part.kind) for i, part in enumerate(config.reward.parts)),
     ]
-    if config.reward.kind is not None:
-        chosen.append(("reward.kind", "reward", config.reward.kind))
-    if config.environment.name is not None:
-        chosen.append(("environment.name", "environment", config.environment.name))
     for key, kind, name in chosen:
         try:
-            plugins.provider(kind, name)
+            if name is not None:
+                plugins.provider(kind, name)
         except ConfigError as error:
             yield f"{key}: {error}" + (f" ({error.hint})" if error.hint else "")
 
@@ -160,10 +155,8 @@ def _services(config: Config) -> Iterator[str]:
     if validation.samples_per_prompt > 1 and validation.temperature == 0:
         yield "validation.samples_per_prompt > 1 needs validation.temperature > 0; greedy samples are all the same"
     state = ("model", "optimizer", "extra")
-    for key, contents, parts in (
-        ("save", checkpoint.save_contents, (*state, "hf_model")),
-        ("load", checkpoint.load_contents, state),
-    ):
+    for key, contents, parts in (("save", checkpoint.save_contents, (*state, "hf_model")),
+                                 ("load", checkpoint.load_contents, state)):
         if wrong := set(contents) - set(parts):
             yield f"checkpoint.{key}_contents has {', '.join(sorted(wrong))}; the parts are {', '.join(parts)}"
     if lacking := set(checkpoint.load_contents) - set(checkpoint.save_contents):

@@ -40,11 +40,8 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_FLOAT, _TIMESTAMP)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?|\d[\d_]*e[-+]?\d+|\.(inf|nan))$", re.I),
-    list("-+0123456789."),
-)
+_Loader.add_implicit_resolver(_FLOAT, re.compile(
+    r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?|\d[\d_]*e[-+]?\d+|\.(inf|nan))$", re.I), list("-+0123456789."))
 
 
 def compose(text: str, where: str) -> yaml.Node:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlrun.data.sample import Messages, Row, Sample
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlrun.config.schema import DataConfig, SourceConfig
-    from rlrun.data.sources import Source
+    from rlrun.plugins import Plugins
 
 
 @dataclass
@@ -37,21 +37,13 @@ class Samples:
                 *(f"{self.counts[name]} prompts {text}" for name, text in said.items() if self.counts.get(name))]
 
 
-class Sources(Protocol):
-    """Where the classes of sources are known: `rlrun.plugins.Plugins`."""
-
-    def resolve(self, kind: str, name: str) -> Callable[[SourceConfig], Source]: ...
-
-
-def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, plugins: Sources) -> Samples:
+def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, plugins: Plugins) -> Samples:
     """Read and tokenize all sources. Raises ValueError for a bad row, or a source of which nothing is left.
 
     Training rows whose prompt text is in the validation data are left out, so validation questions are unseen.
     """
     counts: Counter[str] = Counter()
-    validation = [
-        sample for config in data.validation for sample in _samples(config, data, tokenizer, plugins, counts, set())
-    ]
+    validation = [sample for config in data.validation for sample in _samples(config, data, tokenizer, plugins, counts, set())]
     unseen = {_text(sample.prompt) for sample in validation}
     train = [_samples(config, data, tokenizer, plugins, counts, unseen) for config in data.train]
     for part, samples in (("train", [s for source in train for s in source]), ("validation", validation)):
@@ -61,10 +53,8 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, plugins: Sou
     return Samples(train, validation, dict(counts))
 
 
-def _samples(
-    config: SourceConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, plugins: Sources,
-    counts: Counter[str], unseen: set[str],
-) -> list[Sample]:
+def _samples(config: SourceConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, plugins: Plugins, counts: Counter[str],
+             unseen: set[str]) -> list[Sample]:
     here: Counter[str] = Counter()
 
     def keep(row: Row) -> Iterator[Sample]:
@@ -85,9 +75,8 @@ def _samples(
     counts.update(here)
     if not samples:
         raise ValueError(
-            f"data source {config.path} has no row to use: {here['rows']} rows, of which {here['dropped']} are longer "
-            f"than data.max_prompt_tokens={data.max_prompt_tokens} and {here['in_validation']} are validation prompts"
-        )
+            f"data source {config.path} has no row to use: {here['rows']} rows, of which {here['dropped']} are longer than "
+            f"data.max_prompt_tokens={data.max_prompt_tokens} and {here['in_validation']} are validation prompts")
     return samples
 
 

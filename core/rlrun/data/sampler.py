@@ -26,9 +26,8 @@ class Sampler:
     each sample comes once an epoch, in an order keyed by (seed, source, epoch).
     """
 
-    def __init__(
-        self, sources: Sequence[Sequence[Sample]], weights: Sequence[float], seed: int = 0, shuffle: bool = True
-    ) -> None:
+    def __init__(self, sources: Sequence[Sequence[Sample]], weights: Sequence[float], seed: int = 0,
+                 shuffle: bool = True) -> None:
         if not sources or not all(sources):
             raise ValueError("data.train needs at least one source, each with rows")
         assert len(sources) == len(weights)

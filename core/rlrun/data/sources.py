@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from rlrun.config.schema import SourceConfig
 from rlrun.data.sample import Row
-
-if TYPE_CHECKING:
-    from rlrun.config.schema import SourceConfig
 
 
 class Source(Protocol):
@@ -141,8 +139,7 @@ def _check_prompt(prompt: Any, origin: str) -> None:
     if isinstance(prompt, str) and prompt:
         return
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"{origin}: the prompt must be a text or a list of chat messages, and not empty; "
-                         f"it is {prompt!r}")
+        raise ValueError(f"{origin}: the prompt must be a text or a list of chat messages, and not empty; it is {prompt!r}")
     for index, message in enumerate(prompt):
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not role:

@@ -57,15 +57,8 @@ class Packed:
         return sum(count * length for count, length in self.runs)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: Packed,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None = None, window: int | None = None,
+           softcap: float | None = None) -> Tensor:
     """Causal attention within each packed sequence: [T, H, D] and twice [T, H_kv, D] -> [T, H, D].
 
     `window` is the number of tokens that a token sees, itself included; `softcap` bounds the scores by tanh. On CUDA in
@@ -92,21 +85,16 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale
                 softcap: float | None) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-    left = -1 if window is None else window - 1
     return flash_attn_varlen_func(
-        query, key, value, packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length,
-        softmax_scale=scale, causal=True, window_size=(left, 0), softcap=softcap or 0.0,
-    )
+        query, key, value, packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length, softmax_scale=scale,
+        causal=True, window_size=((window or 0) - 1, 0), softcap=softcap or 0.0)
 
 
-def _varlen_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None,
-                 window: int | None) -> Tensor:
-    left = -1 if window is None else window - 1
-    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
+def _varlen_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None, window: int | None) -> Tensor:
+    options: dict[str, Any] = {"scale": scale, "window_size": ((window or 0) - 1, 0)}
     if _TAKES_ENABLE_GQA:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    output = varlen_attn(query, key, value, packed.cu_seqlens, packed.cu_seqlens, packed.max_length,
-                         packed.max_length, **options)
+    output = varlen_attn(query, key, value, packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length, **options)
     assert isinstance(output, Tensor)
     return output
 
@@ -140,8 +128,7 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return mask if window is None else mask.triu(1 - window)
 
 
-def _softcapped(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None,
-                softcap: float) -> Tensor:
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -152,19 +139,9 @@ def _softcapped(query: Tensor, key: Tensor, value: Tensor, scale: float | None, 
 
 
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packed: Packed | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, packed: Packed | None = None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, dropout: float = 0.0,
+    s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface on `attend`: [1, H, T, D] in, [1, T, H, D] out.
 

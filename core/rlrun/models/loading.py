@@ -108,9 +108,7 @@ def eos_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(dict.fromkeys(flat))
 
 
-def saved_weights(
-    policy: PolicyModel, whole: Callable[[Sequence[Tensor]], Iterable[Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def saved_weights(policy: PolicyModel, whole: Callable[[Sequence[Tensor]], Iterable[Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Weights under the names and shapes that save_pretrained writes, and value_head.*; adapters are left out.
 
     `whole` makes whole tensors of parameters, in the dtype to write. It is called in the same order on every rank, with all

@@ -138,14 +138,11 @@ def check_logits(policy: PolicyModel) -> None:
     one sequence of a row see another (by a state or convolution that runs along the row).
     """
     device = policy.model.device
-    ids, rows = torch.tensor([0, 1, 0, 1], device=device), torch.tensor([0, 2, 4], device=device)
+    ids, rows = torch.tensor([0, 1, 0, 1], device=device), torch.tensor([0, 2, 4], device=device)  # ids equal positions
     seen: list[Tensor] = []
     hook = policy.model.base_model.register_forward_hook(lambda *call: seen.append(call[2].last_hidden_state[0]))
     try:
-        positions = ids[None]
-        own = policy.model(
-            input_ids=ids[None], position_ids=positions, use_cache=False, packed=Packed.of(rows)
-        ).logits[0]
+        own = policy.model(input_ids=ids[None], position_ids=ids[None], use_cache=False, packed=Packed.of(rows)).logits[0]
     finally:
         hook.remove()
     wide = torch.promote_types(own.dtype, torch.float32)

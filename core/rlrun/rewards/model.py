@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rlrun.batch import Batch
+from rlrun.config.schema import Config
 from rlrun.models.loading import load_config, load_tokenizer
 from rlrun.rewards.errors import OnError
+from rlrun.rewards.pool import MODEL
 from rlrun.rewards.protocol import RewardItem, Score
+from rlrun.workers.group import WorkerGroup
 from rlrun.workers.protocol import RoleRequest
 
-if TYPE_CHECKING:
-    from rlrun.config.schema import Config
-    from rlrun.workers.group import WorkerGroup
-
 ROLE = "rm"
-KIND = "model"
-"""Name of this kind of reward, and of its part in metrics."""
 
 
 class RewardModel:
@@ -52,11 +48,11 @@ class RewardModel:
             try:
                 rows[i] = self.encode(item)
             except Exception as error:  # noqa: BLE001 - a template may raise anything, and this sample alone is at fault
-                errors[i] = " ".join(f"{KIND}: {type(error).__name__}: {error}".split())
+                errors[i] = " ".join(f"{MODEL}: {type(error).__name__}: {error}".split())
         values = dict(zip(rows, self._forward(list(rows.values()), workers), strict=True))
-        errors |= {i: f"{KIND}: the score is {x}" for i, x in values.items() if not math.isfinite(x)}
+        errors |= {i: f"{MODEL}: the score is {x}" for i, x in values.items() if not math.isfinite(x)}
         scores = [Score(0.0, 0.0, error=errors[i]) if i in errors else
-                  Score(self.weight * values[i], values[i], {KIND: values[i]}) for i in range(len(items))]
+                  Score(self.weight * values[i], values[i], {MODEL: values[i]}) for i in range(len(items))]
         return [self.errors.settle(score, "", item) for score, item in zip(scores, items, strict=True)]
 
     def encode(self, item: RewardItem) -> list[int]:

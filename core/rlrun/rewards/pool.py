@@ -29,7 +29,7 @@ _START_LIMIT_S = 300.0
 _TASK_S = 0.01
 _LARGEST_TASK = 32
 MODEL = "model"
-"""The kind of reward that the ranks work out, not a process: `rlrun.rewards.model`."""
+"""The kind of reward that the ranks work out, not a process (`rlrun.rewards.model`), and its part in metrics."""
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)
 Scored = list[tuple[Score, str]]
 
@@ -58,9 +58,8 @@ class RewardPool:
     `plugin_files` are (module name, file) pairs to import first. Raises ValueError where a part cannot be made.
     """
 
-    def __init__(
-        self, config: RewardConfig, parts: Sequence[scoring.PartSpec], plugin_files: Sequence[tuple[str, str]] = ()
-    ) -> None:
+    def __init__(self, config: RewardConfig, parts: Sequence[scoring.PartSpec],
+                 plugin_files: Sequence[tuple[str, str]] = ()) -> None:
         self.config = config
         self.parts = list(parts)
         self.plugin_files = [(name, os.path.abspath(path)) for name, path in plugin_files]
@@ -94,10 +93,8 @@ class RewardPool:
 
     def _start(self) -> None:
         """Make a pool whose processes hold every part: tried with no samples, outside any sample's time limit."""
-        self._pool = ProcessPool(
-            self.config.processes, initializer=scoring.start, initargs=(os.getpid(), self.plugin_files, self.parts),
-            context=_SpawnContext(),
-        )
+        arguments = (os.getpid(), self.plugin_files, self.parts)
+        self._pool = ProcessPool(self.config.processes, initializer=scoring.start, initargs=arguments, context=_SpawnContext())
         scheduled = self._starter.submit(self._pool.schedule, scoring.score, args=([],))
         try:
             scheduled.result().result(timeout=_START_LIMIT_S)
@@ -156,13 +153,11 @@ class RewardPool:
 
 def part_specs(config: RewardConfig, resolve: Mapping[str, str]) -> list[scoring.PartSpec]:
     """The parts of the weighted sum that processes work out (all but a reward model). A second part of a kind is named
-    kind_2. `resolve` maps kinds to "package.module:Class"; raises ValueError for an unknown kind."""
+    kind_2. `resolve` maps kinds to "package.module:Class"."""
     specs: list[scoring.PartSpec] = []
     for part in reward_parts(config):
         if part.kind == MODEL:
             continue
-        if part.kind not in resolve:
-            raise ValueError(f"there is no reward {part.kind!r}; there is {', '.join(sorted(resolve))}")
         same = sum(spec.path == resolve[part.kind] for spec in specs)
         name = part.kind if not same else f"{part.kind}_{same + 1}"
         specs.append(scoring.PartSpec(name, resolve[part.kind], part.weight, dict(part.kwargs)))
@@ -170,11 +165,9 @@ def part_specs(config: RewardConfig, resolve: Mapping[str, str]) -> list[scoring
 
 
 def reward_parts(config: RewardConfig) -> list[RewardPart]:
-    """All parts, also where there is one given by kind. Raises ValueError for both, or for two reward models."""
-    from rlrun.config.schema import RewardPart
+    """All parts, also where there is one given by kind. Raises ValueError for two reward models."""
+    from rlrun.config.schema import RewardPart  # not above: scoring processes import this module
 
-    if config.kind is not None and config.parts:
-        raise ValueError("reward.kind and reward.parts are both set: use one")
     parts = config.parts if config.kind is None else [RewardPart(kind=config.kind, kwargs=config.kwargs)]
     if sum(part.kind == MODEL for part in parts) > 1:
         raise ValueError(f"reward.parts has two of kind {MODEL}; the ranks hold one reward model")

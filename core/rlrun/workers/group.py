@@ -83,9 +83,8 @@ class WorkerGroup:
             self._on_engines("sleep_engine")
             self.awake = False
 
-    def forward(
-        self, role: str, batch: Batch, want: AbstractSet[str], temperature: float, atom: Atom = "sequence"
-    ) -> dict[str, Tensor]:
+    def forward(self, role: str, batch: Batch, want: AbstractSet[str], temperature: float,
+                atom: Atom = "sequence") -> dict[str, Tensor]:
         """Per-token columns [T] of a role's model, in the batch's order; log-probabilities at `temperature`."""
         rows = shard(batch, self.layout.dp, atom)
         shards = self._shards(batch, rows)
@@ -138,9 +137,8 @@ class WorkerGroup:
     def close(self) -> None:
         self.ranks.close()
 
-    def _columns(
-        self, results: Mapping[int, dict[str, Tensor]], shards: Sequence[Batch], rows: Sequence[Sequence[int]]
-    ) -> dict[str, Tensor]:
+    def _columns(self, results: Mapping[int, dict[str, Tensor]], shards: Sequence[Batch],
+                 rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Columns of all shards, each from the rank whose answer counts, in the whole batch's order."""
         parts = [Batch(shards[rank].cu_seqlens, results[rank]) for rank in self.layout.result_ranks if len(shards[rank])]
         return Batch.concat(parts).select(inverse(r for r in rows if r)).tokens

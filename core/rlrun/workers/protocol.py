@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["tokens", "sequences", "groups", "gap", "constant", "max"]
 """What a term is divided by: the mini-batch's count of loss tokens, of sequences or groups that have any, of tokens in
-`gap_mask`, or 1.
-"max" is for metrics alone: the largest value, over everything."""
+`gap_mask`, or 1. "max" is for metrics alone: the largest value, over everything."""
 
 
 class Term(NamedTuple):
@@ -124,10 +123,8 @@ class Worker(Protocol):
         `values` likewise. `batch` is this rank's shard; it may be empty.
         """
 
-    def update(
-        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence",
-        keep: dict[str, Tensor] | None = None,
-    ) -> dict[str, Value]:
+    def update(self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence",
+               keep: dict[str, Tensor] | None = None) -> dict[str, Value]:
         """Accumulate gradients over micro-batches of `batch` (this rank's shard), then take one optimizer step.
         Log-probabilities and entropy are at `temperature`.
 

@@ -102,9 +102,7 @@ class Rank:
         self.active = role
         return None if role is None else self.workers[role]
 
-    def forward(
-        self, role: str, batch: Batch, want: AbstractSet[str], temperature: float
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, role: str, batch: Batch, want: AbstractSet[str], temperature: float) -> dict[str, torch.Tensor]:
         return {name: column.cpu() for name, column in self._use(role).forward(batch, want, temperature).items()}
 
     def update(
@@ -177,10 +175,8 @@ class Rank:
         """Peak device memory so far, in GB; nothing on a CPU."""
         if self.device.type != "cuda":
             return {}
-        return {
-            "perf/max_memory_allocated_gb": Value(torch.cuda.max_memory_allocated(self.device) / 1e9),
-            "perf/max_memory_reserved_gb": Value(torch.cuda.max_memory_reserved(self.device) / 1e9),
-        }
+        return {"perf/max_memory_allocated_gb": Value(torch.cuda.max_memory_allocated(self.device) / 1e9),
+                "perf/max_memory_reserved_gb": Value(torch.cuda.max_memory_reserved(self.device) / 1e9)}
 
     def close(self) -> None:
         self.writer.shutdown()
@@ -195,7 +191,5 @@ class Rank:
 def stacks() -> str:
     """The stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )
+    return "\n".join(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+                     for ident, frame in sys._current_frames().items())

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
@@ -21,12 +21,10 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlrun.config.schema import Config
 from rlrun.errors import RankError, ResourceError
+from rlrun.plugins import Plugins
 from rlrun.workers import rank as rank_module
-
-if TYPE_CHECKING:
-    from rlrun.config.schema import Config
-    from rlrun.plugins import Plugins
 
 log = logging.getLogger(__name__)
 
@@ -147,30 +145,25 @@ class RayRanks:
             if each * self.count > there.get(kind, 0):
                 raise ResourceError(
                     f"resources.train_ranks (and rollout_ranks): {self.count} ranks on {device} need {each * self.count:g} "
-                    f"{kind}, there are {there.get(kind, 0):g}",
-                    "lower resources.train_ranks or resources.threads_per_rank, or join a larger cluster: resources.ray_address",
-                )
+                    f"{kind}, there are {there.get(kind, 0):g}", "lower resources.train_ranks or resources.threads_per_rank, or "
+                    "join a larger cluster: resources.ray_address")
         return device, need
 
     def _place(self, need: dict[str, float], there: Mapping[str, float]) -> None:
         self.group = placement_group([need] * self.count, strategy="PACK")
         if not self.group.wait(PLACEMENT_TIMEOUT_S):
             free = {k: v for k, v in ray.available_resources().items() if k in need}
-            raise ResourceError(
-                f"no room for {self.count} ranks of {need} within {PLACEMENT_TIMEOUT_S:g} s: free are {free} of "
-                f"{ {k: there.get(k, 0) for k in need} }; another job holds the rest"
-            )
+            raise ResourceError(f"no room for {self.count} ranks of {need} within {PLACEMENT_TIMEOUT_S:g} s: free are {free} of "
+                                f"{ {k: there.get(k, 0) for k in need} }; another job holds the rest")
 
     def _spawn(self, device: str, need: dict[str, float], plugins: Plugins) -> None:
         env = {"OMP_NUM_THREADS": str(self.config.resources.threads_per_rank), "TOKENIZERS_PARALLELISM": "false"}
         actor = ray.remote(concurrency_groups={"control": 1})(RayRank)
-        self.actors = [
-            actor.options(
-                num_cpus=need["CPU"], num_gpus=need.get("GPU", 0), max_restarts=0, runtime_env={"env_vars": env},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank),
-            ).remote(rank, self.count, device, self.config, plugins)
-            for rank in range(self.count)
-        ]
+        for rank in range(self.count):
+            place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
+            placed = actor.options(num_cpus=need["CPU"], num_gpus=need.get("GPU", 0), max_restarts=0,
+                                   runtime_env={"env_vars": env}, scheduling_strategy=place)
+            self.actors.append(placed.remote(rank, self.count, device, self.config, plugins))
         host, port = self._wait("open_store", [self.actors[0].open_store.remote()])[0]
         self._wait("connect", [a.connect.remote(host, port) for a in self.actors])
 
@@ -213,7 +206,8 @@ class RayRanks:
         if isinstance(first, RayTaskError):
             # where another rank still waits for this one, nobody can go on
             cause = first.cause if isinstance(first.cause, Exception) and not stuck else None
-            return RankError(f"rank {rank} failed in {method}:\n{_clean(str(first))}", cause=cause)
+            uncoloured = re.sub(r"\x1b\[[0-9;]*m", "", str(first))
+            return RankError(f"rank {rank} failed in {method}:\n{uncoloured}", cause=cause)
         return RankError(f"rank {rank} died in {method}: its process ended.\n{first}\nWhere the machine ran out of memory, "
                          "lower tokens_per_micro_batch or rollout.engine_args.max_num_seqs.")
 
@@ -235,8 +229,3 @@ class RayRanks:
             remove_placement_group(self.group)
             self.group = None
         self.cluster.close()
-
-
-def _clean(text: str) -> str:
-    """A task error's text without terminal colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)

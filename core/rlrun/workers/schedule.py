@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlrun.config.schema import OptimConfig
+from rlrun.config.schema import OptimConfig
 
 
 def lr_factor(step: int, optim: OptimConfig, total: int | None) -> float:
