@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -23,6 +24,8 @@ def chosen_log_probs(
     entropy: bool = False,
     chunk: int | None = None,
     compiled: bool = False,
+    group: dist.ProcessGroup | None = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and the entropy, of softmax(logits / temperature); with gradient.
 
@@ -31,10 +34,13 @@ def chosen_log_probs(
     Returns ([N], [N] or None) in the input's dtype or float32, whichever is wider. Logits exist for `chunk` tokens at a
     time and are computed again in the backward pass; `compiled`, they are read once or twice there instead of at each of
     the steps below.
+
+    With a `group`, the vocabulary is cut over its ranks: `weight` holds this one's rows, from token id `first` on. Results are
+    whole on all of them; the gradient of `hidden` is this rank's part, which the caller adds over the group.
     """
     chunk = chunk or max(64, (2**27 if hidden.is_cuda else 2**21) // weight.shape[0])
     log_probs, entropies = _ChosenLogProbs.apply(
-        hidden, weight, bias, targets, (temperature, scale, softcap), entropy, chunk, compiled)
+        hidden, weight, bias, targets - first, (temperature, scale, softcap), entropy, chunk, compiled, group)
     return log_probs, entropies if entropy else None
 
 
@@ -59,6 +65,18 @@ def _outputs(raw: Tensor, targets: Tensor, transform: Transform, entropy: bool) 
     if not entropy:
         return log_probs, norms, norms
     return log_probs, norms, norms - (logits * (logits - norms[:, None]).exp()).sum(-1)
+
+
+def _whole(log_probs: Tensor, norms: Tensor, entropies: Tensor, held: Tensor,
+           group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs [N] over the whole vocabulary, from those over this rank's part, which has the targets that are `held`."""
+    chosen = torch.where(held, log_probs + norms, 0.0)
+    mine = torch.stack([norms, norms - entropies, chosen])
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    all_norms, expected, logits = torch.stack(parts, 1)
+    norms = all_norms.logsumexp(0)
+    return logits.sum(0) - norms, norms, norms - ((all_norms - norms).exp() * expected).sum(0)
 
 
 def _gradient(raw: Tensor, targets: Tensor, norms: Tensor, entropies: Tensor, d_log_probs: Tensor, d_entropies: Tensor,
@@ -86,14 +104,17 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 class _ChosenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: Transform,
-                entropy: bool, chunk: int, compiled: bool) -> tuple[Tensor, Tensor]:
+                entropy: bool, chunk: int, compiled: bool, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
         outputs = _fused(_outputs) if compiled else _outputs
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         norms, log_probs, entropies = (hidden.new_zeros(hidden.shape[0], dtype=dtype) for _ in range(3))
+        held = targets if group is None else targets.clamp(0, weight.shape[0] - 1)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             raw = F.linear(hidden[part], weight, bias)
-            log_probs[part], norms[part], entropies[part] = outputs(raw, targets[part], transform, entropy)
+            log_probs[part], norms[part], entropies[part] = outputs(raw, held[part], transform, entropy)
+        if group is not None:
+            log_probs, norms, entropies = _whole(log_probs, norms, entropies, held == targets, group)
         ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
         ctx.arguments = transform, entropy, chunk, compiled
         return log_probs, entropies
@@ -118,7 +139,7 @@ class _ChosenLogProbs(torch.autograd.Function):
                 d_bias += d_raw.sum(0)
             del raw, d_raw
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
