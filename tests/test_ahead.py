@@ -37,7 +37,7 @@ def test_one_step_ahead(model, tmp_path):
                 "trainer": {"dump_rollouts_every": 1}, "checkpoint": {"every": 1}}
     config = runs.write_run(tmp_path / "ahead", model, stage, **settings)
     found = rows(config)
-    assert [row["rollout/staleness"] for row in found if "rollout/staleness" in row] == [0, 1, 1, 1, 1, 1]
+    assert [row["rollout/staleness/mean"] for row in found if "rollout/staleness/mean" in row] == [0, 1, 1, 1, 1, 1]
     weights = [row["correction/weight"] for row in found if "correction/weight" in row]
     assert all(0.5 < w < 1.5 for w in weights)
     assert any(abs(w - 1) > 1e-4 for w in weights[1:])
@@ -46,7 +46,7 @@ def test_one_step_ahead(model, tmp_path):
     rows(resumed)
     again = runs.write_run(tmp_path / "resumed", model, stage, **settings)
     later = rows(again)
-    assert [row["rollout/staleness"] for row in later if "rollout/staleness" in row] == [0, 1, 1, 0, 1, 1]
+    assert [row["rollout/staleness/mean"] for row in later if "rollout/staleness/mean" in row] == [0, 1, 1, 0, 1, 1]
 
     def prompts(run):
         files = sorted((run / "rollouts").glob("step_*.jsonl"))

@@ -96,7 +96,7 @@ def train_on(workers, plugins, config, batch):
         def stage_steps(self, stage):
             return stage.steps
 
-        def collector(self, stage, algorithm):
+        def collector(self, stage, algorithm, position):
             return self
 
         def next(self, *_):

@@ -6,7 +6,9 @@ given ids[<t], the value of the state before it. The first token of a sequence i
 
 from __future__ import annotations
 
+import base64
 import heapq
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -167,6 +169,18 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def to_text(value: Any) -> str:
+    """Tensors in lists and dicts, bit for bit, for JSON; see `from_text`."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def from_text(text: str) -> Any:
+    """What `to_text` was given."""
+    return torch.load(io.BytesIO(base64.b64decode(text)))
 
 
 _DTYPES = {"ids": torch.int64, "loss_mask": torch.bool, "gap_mask": torch.bool}

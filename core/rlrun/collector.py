@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from rlrun.batch import Batch
 from rlrun.data.prompts import encode_answer
+from rlrun.environments.turns import Episode
 from rlrun.metrics import Value, statistics
+from rlrun.partial import PartialRollouts
 
 if TYPE_CHECKING:
     from rlrun.algorithms.base import Algorithm
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from rlrun.data.sampler import Sampler
     from rlrun.generation import Generator, Rollouts
     from rlrun.rewards.protocol import Score
+    from rlrun.rollout.protocol import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -61,22 +65,32 @@ class Drawn:
 
 
 class RolloutCollector:
-    """Samples prompts and lets the policy answer, until enough groups are kept or `max_rounds` is reached."""
+    """Samples prompts and lets the policy answer, until enough groups are kept or `max_rounds` is reached.
 
-    def __init__(self, config: Config, stage: StageConfig, sampler: Sampler, generator: Generator, algorithm: Algorithm) -> None:
+    `position` is that of an earlier run's collector in the same stage.
+    """
+
+    def __init__(
+        self, config: Config, stage: StageConfig, sampler: Sampler, generator: Generator, algorithm: Algorithm,
+        position: Mapping[str, Any],
+    ) -> None:
         self.config = config
         self.options = stage.algorithm
         self.sampler = sampler
         self.generator = generator
         self.algorithm = algorithm
-        self.last = Drawn(None, {}, [], sampler.state_dict())
+        r = config.rollout
+        self.partial = PartialRollouts(generator, r.tokens_per_round, r.max_new_tokens) if r.tokens_per_round else None
+        if self.partial and position.get("in_flight"):
+            self.partial.load(position["in_flight"], chain(*sampler.sources))
+        self.last = Drawn(None, {}, [], self._position())
 
     def next(self, step: int, phase: Phase, last: bool) -> tuple[Batch | None, dict[str, Value]]:
         with phase("update_weights"):
             self.generator.workers.sync(step)
         with phase("gen"):
             self.last = self.draw(step)
-        return self.last.batch, self.last.metrics
+        return self._handed_out(step)
 
     def draw(self, step: int) -> Drawn:
         """A step's samples, of the policy that the engines have."""
@@ -86,16 +100,16 @@ class RolloutCollector:
         all_rollouts: list[Rollouts] = []
         drawn: list[Batch] = []
         asked, before = 0, len(kept)
+        if self.partial:
+            self.partial.new_policy()
         while len(kept) < wanted and len(all_rollouts) < self.options.max_rounds:
-            draws = self.sampler.take(self.algorithm.draws(wanted - len(kept)))
-            asked += len(draws)
-            rows = [(draw, sample) for draw, _, sample in draws for _ in range(r.samples_per_prompt)]
-            keys = [f"{s.uid}|{d}|{n}" for d, _, s in draws for n in range(r.samples_per_prompt)]
-            rollouts = self.generator.run(rows, keys, params, self._compared)
+            rollouts = self._round(self.algorithm.draws(wanted - len(kept)), params)
             all_rollouts.append(rollouts)
+            prompts = dict(zip(rollouts.groups, rollouts.samples, strict=True))
+            asked += len(prompts)
             groups = self._groups(rollouts)
             if self.algorithm.greedy_baseline:
-                groups = self._with_baseline(groups, [(draw, sample) for draw, _, sample in draws])
+                groups = self._with_baseline(groups, list(prompts.items()))
             drawn += groups
             kept += [g for g, keep in zip(groups, self.algorithm.select(groups), strict=True) if keep]
         rounds = len(all_rollouts)
@@ -105,11 +119,31 @@ class RolloutCollector:
         if self.config.environment.name is not None:
             turns = [sum(p.by == "policy" for p in e.parts) for rollouts in all_rollouts for e in rollouts.episodes]
             metrics |= statistics("rollout/turns", torch.tensor(turns))
+        if self.partial:
+            metrics |= self.partial.metrics()
         if len(kept) < wanted:
             log.warning("step %d: %d of %d prompts are left after %d rounds", step, len(kept), wanted, rounds)
         batch = Batch.concat(kept[:wanted]) if kept else None
         self.algorithm.leave(kept[wanted:])
-        return Drawn(batch, metrics, all_rollouts, self.sampler.state_dict())
+        return Drawn(batch, metrics, all_rollouts, self._position())
+
+    def _round(self, prompts: int, params: SamplingParams) -> Rollouts:
+        """All completions of so many prompts; of as many as there are, where completions take several rounds."""
+        n, partial = self.config.rollout.samples_per_prompt, self.partial
+        draws = self.sampler.take(max(0, prompts - len(partial.complete)) if partial else prompts)
+        episodes = [Episode(draw, s, key, self._compared(key)) for draw, _, s in draws
+                    for key in (f"{s.uid}|{draw}|{i}" for i in range(n))]
+        return partial.run(episodes, params, prompts) if partial else self.generator.run(episodes, params)
+
+    def _position(self) -> dict[str, Any]:
+        return self.sampler.state_dict() | ({"in_flight": self.partial.state()} if self.partial else {})
+
+    def _handed_out(self, step: int) -> tuple[Batch | None, dict[str, Value]]:
+        """The last batch, and its metrics with how many updates ago its samples were begun."""
+        batch, metrics, r = self.last.batch, self.last.metrics, self.config.rollout
+        if batch is not None and (r.max_staleness or r.tokens_per_round):
+            metrics |= statistics("rollout/staleness", step - batch.sequences["policy_version"])
+        return batch, metrics
 
     def _groups(self, rollouts: Rollouts) -> list[Batch]:
         """A batch for each prompt, of the completions that have a reward; none for a prompt without any."""
@@ -121,7 +155,8 @@ class RolloutCollector:
 
     def _with_baseline(self, groups: list[Batch], draws: list[tuple[int, Sample]]) -> list[Batch]:
         """The groups with `baseline_reward`, that of the prompt's greedy completion; without those where it has none."""
-        greedy = self.generator.run(draws, [f"{s.uid}|{draw}|greedy" for draw, s in draws], self.generator.params(0.0, 1.0, 0))
+        episodes = [Episode(draw, s, f"{s.uid}|{draw}|greedy") for draw, s in draws]
+        greedy = self.generator.run(episodes, self.generator.params(0.0, 1.0, 0))
         rewards = dict(zip(greedy.groups, (score.reward for score in greedy.scores), strict=True))
         scored = [(group, rewards[int(group.sequences["group"][0])]) for group in groups]
         for group, reward in scored:
@@ -162,10 +197,7 @@ class AheadCollector(RolloutCollector):
             with phase("update_weights"):
                 self.generator.workers.sync(step)
         self.pending = None if last else self.thread.submit(self.draw, step + 1)
-        batch, metrics = self.last.batch, self.last.metrics
-        if batch is not None:
-            metrics["rollout/staleness"] = Value(float((step - batch.sequences["policy_version"]).sum()), len(batch))
-        return batch, metrics
+        return self._handed_out(step)
 
     def settle(self) -> None:
         if self.pending is not None:
@@ -228,16 +260,17 @@ def check_answers(samples: Iterable[Sample], algorithm: Algorithm, tokenizer: An
 def to_batch(rollouts: Rollouts, rows: Sequence[int]) -> Batch:
     """Episodes as a batch: what the policy drew inside `loss_mask`, prompts and environments outside, by true lengths."""
     episodes = [rollouts.episodes[i] for i in rows]
-    masks = [[False] * len(e.sample.prompt_ids) + e.loss_mask for e in episodes]
+    prompts = [len(e.sample.prompt_ids) for e in episodes]
+    masks = [[False] * prompt + e.loss_mask for e, prompt in zip(episodes, prompts, strict=True)]
     return Batch.from_sequences(
         [
             {
                 "ids": e.stream,
                 "loss_mask": mask,
-                "gap_mask": [m and e.compared for m in mask],
-                "rollout_log_probs": [0.0] * len(e.sample.prompt_ids) + e.log_probs,
+                "gap_mask": [m and e.compared and i >= prompt + e.older for i, m in enumerate(mask)],
+                "rollout_log_probs": [0.0] * prompt + e.log_probs,
             }
-            for e, mask in zip(episodes, masks, strict=True)
+            for e, mask, prompt in zip(episodes, masks, prompts, strict=True)
         ],
         {
             "uid": [e.sample.uid for e in episodes],
@@ -247,7 +280,7 @@ def to_batch(rollouts: Rollouts, rows: Sequence[int]) -> Batch:
             "data_source": [e.sample.data_source for e in episodes],
             "finish_reason": [e.finish_reason for e in episodes],
             "policy_version": torch.tensor([e.policy_version for e in episodes]),
-            "prompt_length": torch.tensor([len(e.sample.prompt_ids) for e in episodes]),
+            "prompt_length": torch.tensor(prompts),
         },
     )
 

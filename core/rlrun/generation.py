@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlrun.environments.protocol import Answer
-from rlrun.environments.turns import Episode, Part, combined, continuation
+from rlrun.environments.turns import Episode, Part, after, combined, continuation
 from rlrun.rewards.model import RewardModel
 from rlrun.rewards.pool import MODEL, RewardPool, Ticket, part_specs, reward_parts
 from rlrun.rewards.protocol import Score
 from rlrun.rewards.scoring import PartSpec
-from rlrun.rollout.protocol import Request, SamplingParams
+from rlrun.rollout.protocol import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
     from rlrun.config.schema import Config
@@ -97,21 +98,40 @@ class Generator:
         r = self.config.rollout
         return SamplingParams(temperature, r.max_new_tokens, self.eos_ids, top_p, top_k, tuple(r.stop), self.config.run.seed)
 
-    def run(
-        self, draws: Sequence[tuple[int, Sample]], keys: Sequence[str], params: SamplingParams,
-        compared: Callable[[str], bool] = lambda key: False,
-    ) -> Rollouts:
-        """An episode for each (group, sample), drawn with the noise of its key, and its score.
+    def run(self, episodes: list[Episode], params: SamplingParams) -> Rollouts:
+        """Lead new episodes to their end, and score them.
 
-        Those whose key is `compared` come with the engine's log-probabilities; all do where a correction needs them.
+        Those that are `compared` come with the engine's log-probabilities; all do where a correction needs them.
         """
         self.workers.sync(self.workers.version)  # awake again, where a reward model took the memory
-        episodes = [Episode(group, sample, key, compared(key)) for (group, sample), key in zip(draws, keys, strict=True)]
         tickets: dict[int, Ticket] = {}
         going, turn = episodes, 0
         while going:
             going, turn = self._turn(going, turn, params, tickets), turn + 1
         return Rollouts(episodes, self._scores(episodes, tickets))
+
+    def go_on(self, episodes: Sequence[Episode], params: SamplingParams, limit: int) -> None:
+        """Draw up to `params.max_new_tokens` more tokens of each reply, from those it has; at `limit` tokens in all it ends."""
+        self.workers.sync(self.workers.version)
+        requests = [Request(i, e.stream, e.key, True, len(e.begun.ids) if e.begun else 0) for i, e in enumerate(episodes)]
+        for drawn in chain.from_iterable(self.workers.generate(requests, params)):
+            episode = episodes[drawn.index]
+            whole, episode.begun = after(episode.begun, drawn) if episode.begun else drawn, None
+            cut = drawn.finish_reason == "length" and len(drawn.ids) == params.max_new_tokens
+            if cut and len(whole.ids) < limit:
+                episode.begun = whole
+            else:
+                self.ended(episode, whole)
+
+    def ended(self, episode: Episode, reply: Completion) -> None:
+        """Take in an episode's whole and only reply."""
+        episode.reply(reply, self.tokenizer.decode(reply.ids, skip_special_tokens=True), len(reply.ids))
+
+    def scored(self, episodes: list[Episode]) -> Rollouts:
+        """Episodes that have ended, with their scores."""
+        tickets: dict[int, Ticket] = {}
+        self._submit(episodes, tickets)
+        return Rollouts(episodes, self._scores(episodes, tickets) if episodes else [])
 
     def _turn(
         self, episodes: Sequence[Episode], turn: int, params: SamplingParams, tickets: dict[int, Ticket]

@@ -154,11 +154,12 @@ class Run:
         algorithm: Algorithm = self.plugins.resolve("algorithm", stage.algorithm.name)(self.config, stage)
         return algorithm
 
-    def collector(self, stage: StageConfig, algorithm: Algorithm) -> Collector:
+    def collector(self, stage: StageConfig, algorithm: Algorithm, position: Mapping[str, Any]) -> Collector:
+        """The source of a stage's batches; `position` is where an interrupted run's stood in this stage."""
         if algorithm.online:
             assert self.generator is not None
             kind = AheadCollector if self.config.rollout.max_staleness else RolloutCollector
-            return kind(self.config, stage, self.sampler, self.generator, algorithm)
+            return kind(self.config, stage, self.sampler, self.generator, algorithm, position)
         return AnswerCollector(stage, self.sampler, self.tokenizer, algorithm)
 
     def policy_path(self, checkpoint: str | None) -> str:

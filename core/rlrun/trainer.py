@@ -116,7 +116,7 @@ class Trainer:
                 self.run.workers.load(role, start.path / role, ["model"])
         if state:
             algorithm.load_state_dict(state["algorithm"])
-        return algorithm, self.run.collector(stage, algorithm)
+        return algorithm, self.run.collector(stage, algorithm, state["sampler"] if state else {})
 
     def _step(self, stage: StageConfig, algorithm: Algorithm, collector: Collector) -> dict[str, float]:
         batch, collected = collector.next(self.step, self._phase, self.stage_step + 1 == self.total)

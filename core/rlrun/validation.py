@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlrun.collector import answer_batch
+from rlrun.environments.turns import Episode
 from rlrun.metrics import results, validation_metrics
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ def evaluate(run: Run, algorithm: Algorithm) -> dict[str, float]:
 def generate(run: Run, generator: Generator) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics of scored completions (see `validation_metrics`), and their records."""
     v = run.config.validation
-    rows = [(i, s) for i, s in enumerate(run.validation) for _ in range(v.samples_per_prompt)]
-    keys = [f"validation|{s.uid}|{n}" for s in run.validation for n in range(v.samples_per_prompt)]
-    rollouts = generator.run(rows, keys, generator.params(v.temperature, v.top_p, 0))
+    episodes = [Episode(i, s, f"validation|{s.uid}|{n}")
+                for i, s in enumerate(run.validation) for n in range(v.samples_per_prompt)]
+    rollouts = generator.run(episodes, generator.params(v.temperature, v.top_p, 0))
     metrics = validation_metrics(
         [s.data_source for s in rollouts.samples], rollouts.groups,
         [{"reward": s.reward, "acc": None if s.reward is None else s.correct, "pred": s.pred} for s in rollouts.scores],

@@ -3,10 +3,10 @@
 import pytest
 
 from rlrun.algorithms.presets import PRESETS
-from rlrun.config.changes import changes
 from rlrun.config.load import load_config, to_yaml
 from rlrun.config.validate import validate, validate_resolved
 from rlrun.errors import ConfigError
+from rlrun.folder import changes
 from rlrun.plugins import Plugins
 from rlrun.testing.installed import install
 
@@ -110,6 +110,9 @@ def test_values_alone(load, key, bad, good):
         check(value)
 
 
+CORRECTED = ["stages.0.algorithm.correction=token_tis"]
+
+
 @pytest.mark.parametrize("overrides, keys", [
     # Case 7: integer division never goes wrong in silence
     (["stages.0.algorithm.prompts_per_update=3"], ["prompts_per_step = 8", "prompts_per_update = 3"]),
@@ -156,9 +159,15 @@ def test_values_alone(load, key, bad, good):
     (["rollout.engine=vlm"], ["rollout.engine: no rollout 'vlm'"]),
     (["stages.0.algorithm.name=grpoo"], ["stages.0.algorithm.name: no algorithm 'grpoo'", "did you mean 'grpo'"]),
     (["reward.kind=fn"], ["reward.kind: no reward 'fn'"]),
+    (["reward.kind=null", "reward.parts=[{kind: maths}]"], ["reward.parts.0.kind: no reward 'maths'"]),
     (["environment.name=reasoning"], ["environment.name: no environment 'reasoning'", "did you mean 'reasoning_gym'"]),
     (["environment.kwargs={a: 1}"], ["environment.kwargs", "environment.name"]),
     (["rollout.max_staleness=1", "resources.rollout_ranks=1", "reward.kind=model"], ["rollout.max_staleness", "reward model"]),
+    (["rollout.tokens_per_round=512"], ["rollout.tokens_per_round", "stages.0.algorithm.correction"]),
+    (["rollout.tokens_per_round=500", *CORRECTED], ["rollout.max_new_tokens = 1024", "rollout.tokens_per_round = 500"]),
+    (["rollout.tokens_per_round=512", "environment.name=reasoning_gym", *CORRECTED], ["tokens_per_round", "environment.name"]),
+    (["rollout.tokens_per_round=512", "rollout.stop=[x]", *CORRECTED], ["tokens_per_round", "rollout.stop"]),
+    (["rollout.tokens_per_round=512", "stages.0.algorithm={name: remax, correction: token_tis}"], ["tokens_per_round", "remax"]),
     (["data.train.0.kind=csv"], ["data.train.0.kind: no source 'csv'; there is: datasets, jsonl"]),
     (["data.validation.0.kind=csv"], ["data.validation.0.kind: no source 'csv'"]),
     (["run.name="], ["run.name"]), (["run.name=a/b"], ["run.name"]), (["run.name=.."], ["run.name"]),
@@ -176,7 +185,7 @@ def test_combinations(load, overrides, keys):
     *(["rollout.samples_per_prompt=1", f"stages.0.algorithm.name={name}"] for name in ("ppo", "remax", "reinforce_pp")),
     ["rollout.samples_per_prompt=1", "stages.0.algorithm.name=sft"], ["rollout.top_p=0.9", "stages.0.algorithm.name=sft"],
     ["rollout.top_p=0.9", "rollout.top_k=50", "stages.0.algorithm.correction=token_tis"],
-    ["stages.0.steps=null", "stages.0.epochs=1"],
+    ["stages.0.steps=null", "stages.0.epochs=1"], ["rollout.tokens_per_round=512", *CORRECTED],
     ["stages.0.algorithm.kl_coef=0.1", "stages.0.algorithm.kl_estimator=k1", "stages.0.algorithm.kl_in=reward"],
     ["stages.0.algorithm={kl_coef: 0.1, kl_target: 0.1, kl_in: reward}"], ["rollout.max_new_tokens=15360"],
     ["resources.launcher=local"], ["rollout.engine=far"], ["validation.top_p=0.5"],

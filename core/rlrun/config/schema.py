@@ -77,6 +77,8 @@ class RolloutConfig:
     stop: list[str] = opt([], "strings that end a completion")
     max_staleness: int = opt(0, "1: generate a step's samples while the step before trains (needs resources.rollout_ranks "
                              "and an off-policy correction)", ge=0, le=1)
+    tokens_per_round: Optional[int] = opt(None, "most tokens of a completion drawn in one generation round; a longer one goes on "
+                                                "in the next round or step (partial rollouts)", gt=0)
     gap_fraction: float = opt(0.0625, "share of samples whose engine log-probabilities are compared with the trainer's",
                               ge=0, le=1)
     gap_limit: Optional[float] = opt(None, "mean of these differences per token at which the run ends", gt=0)

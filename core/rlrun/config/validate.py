@@ -135,6 +135,8 @@ def _sections(config: Config) -> Iterator[str]:
                f"{' and '.join(uncorrected)}, or leave them at 1 and 0 (validation.top_p is free)")
     if uncorrected and rollout.max_staleness:
         yield f"rollout.max_staleness > 0 trains on samples of an older policy: set {' and '.join(uncorrected)}"
+    if rollout.tokens_per_round is not None:
+        yield from _partial(config, rollout.tokens_per_round, uncorrected)
     if reward.kind is not None and reward.parts:
         yield "reward.kind and reward.parts exclude each other; put the kind among the parts"
     if reward.kwargs and reward.kind is None:
@@ -146,6 +148,18 @@ def _sections(config: Config) -> Iterator[str]:
         yield (f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than "
                f"actor.tokens_per_micro_batch = {config.actor.tokens_per_micro_batch}; one sequence must fit")
     yield from _services(config)
+
+
+def _partial(config: Config, tokens: int, uncorrected: list[str]) -> Iterator[str]:
+    """What completions that go on in a later round exclude."""
+    if uncorrected:
+        yield f"rollout.tokens_per_round trains on tokens of older policies: set {' and '.join(uncorrected)}"
+    if config.rollout.max_new_tokens % tokens:
+        yield f"rollout.max_new_tokens = {config.rollout.max_new_tokens} is not a multiple of rollout.tokens_per_round = {tokens}"
+    if config.environment.name is not None:
+        yield "rollout.tokens_per_round excludes environment.name: what an environment says ends a round as it is"
+    if config.rollout.stop:
+        yield "rollout.tokens_per_round excludes rollout.stop: such a string could begin in one round and end in the next"
 
 
 def _services(config: Config) -> Iterator[str]:
@@ -187,6 +201,8 @@ def _online(config: Config, algorithm: AlgorithmConfig, at: str) -> Iterator[str
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= rollout.samples_per_prompt:
         yield (f"{at}.pass_k = {algorithm.pass_k} leaves nothing to compare: it must be less than "
                f"rollout.samples_per_prompt = {rollout.samples_per_prompt}")
+    if algorithm.advantage == "remax" and rollout.tokens_per_round is not None:
+        yield f"{named} draws a greedy completion to its end in each round: rollout.tokens_per_round would save nothing"
     if algorithm.filter_groups and rollout.samples_per_prompt < 2:
         yield f"{at}.filter_groups would drop every prompt: rollout.samples_per_prompt must be at least 2"
     if algorithm.overlong_buffer >= rollout.max_new_tokens:

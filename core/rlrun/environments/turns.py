@@ -41,6 +41,10 @@ class Episode:
     """The conversation after the prompt."""
     finish_reason: FinishReason = "length"
     policy_version: int = -1
+    begun: Completion | None = None
+    """What was drawn of a reply that is to go on."""
+    older: int = 0
+    """How many of the first tokens after the prompt an older policy drew than the others."""
     state: Any = None
     """The environment's."""
     score: Score | None = None
@@ -63,7 +67,7 @@ class Episode:
     @property
     def stream(self) -> tuple[int, ...]:
         """The prompt's tokens and all after them: what the engine goes on from."""
-        return (*self.sample.prompt_ids, *self.ids)
+        return (*self.sample.prompt_ids, *self.ids, *(self.begun.ids if self.begun else ()))
 
     def reply(self, completion: Completion, text: str, room: int) -> None:
         """Take in what the policy drew: at most `room` tokens of it."""
@@ -99,6 +103,12 @@ class Episode:
         prompt = self.sample.prompt
         first = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return [*first, *self.messages]
+
+
+def after(begun: Completion, drawn: Completion) -> Completion:
+    """What was drawn as the rest of a completion, as one; its version is that of the policy that began it."""
+    ids, log_probs = begun.ids + drawn.ids, begun.log_probs + drawn.log_probs
+    return replace(drawn, ids=ids, log_probs=log_probs, policy_version=begun.policy_version)
 
 
 _REPLY = "\u2983reply\u2984"

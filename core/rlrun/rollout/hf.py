@@ -90,7 +90,7 @@ class HfRollout:
         row_of = {prompt: row for row, prompt in enumerate(prompts)}
         step = _Forward(self.model, prompts, self.device)
         step.select(torch.tensor([row_of[r.prompt_ids] for r in requests], device=self.device))
-        noise = uniforms([r.key for r in requests], params, self.device)
+        noise = uniforms([r.key for r in requests], params, self.device, [r.drawn for r in requests])
         rows = [_Row() for _ in requests]
         active = list(range(len(requests)))
         for position in range(params.max_new_tokens):
@@ -169,14 +169,15 @@ def position_ids(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def uniforms(keys: Sequence[str], params: SamplingParams, device: torch.device) -> Tensor:
-    """[B, max_new_tokens] float64 in [0, 1): each row's own stream, a function of (seed, key) alone."""
+def uniforms(keys: Sequence[str], params: SamplingParams, device: torch.device, drawn: Sequence[int] | None = None) -> Tensor:
+    """[B, max_new_tokens] float64 in [0, 1): each row's own stream, a function of (seed, key) alone, after its first `drawn`."""
     if params.temperature == 0:
         return torch.zeros(len(keys), params.max_new_tokens, dtype=torch.float64, device=device)
     streams = []
-    for key in keys:
+    for key, used in zip(keys, drawn or [0] * len(keys), strict=True):
         digest = hashlib.blake2b(f"{params.seed}|{key}".encode(), digest_size=16).digest()
-        streams.append(np.random.Generator(np.random.Philox(int.from_bytes(digest, "little"))).random(params.max_new_tokens))
+        generator = np.random.Generator(np.random.Philox(int.from_bytes(digest, "little")))
+        streams.append(generator.random(used + params.max_new_tokens)[used:])
     return torch.from_numpy(np.stack(streams)).to(device)
 
 

@@ -38,6 +38,8 @@ class Request:
     key: str
     log_probs: bool = True
     """Whether the completion must carry its log-probabilities; engines that pay for them leave them out otherwise."""
+    drawn: int = 0
+    """How many of the last `prompt_ids` were drawn under this key before: the completion goes on after them."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class VllmRollout:
         kinds = {wanted: self._sampling(params, wanted) for wanted in (False, True)}
         # vLLM draws from the default generator: one stream for each generation, and the trainer's left as it was
         with _frozen_heap(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(_number(f"{self.seed}|{self.policy_version}|{[r.key for r in requests[:1]]}") % 2**63)
+            torch.manual_seed(_number(f"{self.seed}|{self.policy_version}|{[(r.key, r.drawn) for r in requests[:1]]}") % 2**63)
             for r in requests:
                 engine.add_request(str(r.index), {"prompt_token_ids": list(r.prompt_ids)}, kinds[r.log_probs])
             while engine.has_unfinished_requests():

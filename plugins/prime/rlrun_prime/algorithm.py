@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from rlrun.algorithms import advantages as outcome
 from rlrun.algorithms.policy_gradient import PolicyAlgorithm
-from rlrun.batch import Batch, inverse
+from rlrun.batch import Batch, from_text, inverse, to_text
 from rlrun.errors import RunError
 from rlrun.metrics import Value, merge, of_role
 from rlrun.models.loading import load_tokenizer
@@ -188,16 +186,14 @@ class Prime(PolicyAlgorithm):
         return result.to(tokens["process_rewards"].dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        buffer = io.BytesIO()
-        torch.save([vars(group) for group in self.leftovers], buffer)
-        left = base64.b64encode(buffer.getvalue()).decode() if self.leftovers else ""
+        left = to_text([vars(group) for group in self.leftovers]) if self.leftovers else ""
         return super().state_dict() | {"steps": self.steps, "leftovers": left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.steps = state["steps"]
         if state["leftovers"]:
-            self.leftovers = [Batch(**group) for group in torch.load(io.BytesIO(base64.b64decode(state["leftovers"])))]
+            self.leftovers = [Batch(**group) for group in from_text(state["leftovers"])]
 
 
 def _updates(stage: StageConfig) -> int:
