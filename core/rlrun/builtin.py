@@ -18,7 +18,7 @@ def plugin_info() -> PluginInfo:
             "reward": {"function": "rlrun.rewards.function:FunctionReward", "model": "rlrun.rewards.model:RewardModel",
                        "reasoning_gym": "rlrun.rewards.reasoning_gym:ReasoningGymReward",
                        "math_verify": "rlrun.rewards.math_verify:MathVerifyReward"},
-            "environment": {"reasoning_gym": "rlrun.environments.reasoning_gym:ReasoningGymEnvironment"},
+            "environment": {"reasoning_gym": "rlrun.rewards.reasoning_gym:ReasoningGymEnvironment"},
             "tracker": {"console": "rlrun.trackers.console:Console", "tensorboard": "rlrun.trackers.tensorboard:TensorBoard"},
             "algorithm": {**dict.fromkeys(PRESETS, "rlrun.algorithms.policy_gradient:PolicyAlgorithm"),
                           "sft": "rlrun.algorithms.sft:Sft", "dpo": "rlrun.algorithms.dpo:Dpo"},

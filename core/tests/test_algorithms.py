@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlrun.algorithms import advantages, kl
+from rlrun.algorithms import advantages
+from rlrun.algorithms.coefficients import KlCoefficient
 from rlrun.batch import Batch
 
 T64 = dict(dtype=torch.float64)
@@ -101,12 +102,12 @@ def test_whiten_over_the_mask_alone():
 
 def test_adaptive_kl_moves_towards_its_target():
     """Case 51 (the kind): the coefficient's rule, Ziegler et al. with error clipped at 0.2."""
-    c = kl.KlCoefficient(0.1, target=0.02, horizon=1000)
+    c = KlCoefficient(0.1, target=0.02, horizon=1000)
     c.update(0.02 * 1.1, 100)
     assert c.value == pytest.approx(0.1 * (1 + 0.1 * 0.1))
     c.update(5.0, 100)
     assert c.value == pytest.approx(0.101 * 1.02)
-    fixed = kl.KlCoefficient(0.1)
+    fixed = KlCoefficient(0.1)
     fixed.update(5.0, 100)
     assert fixed.value == 0.1
 

@@ -128,7 +128,7 @@ def test_what_an_environment_does_wrong_ends_alone(tmp_path):
 
 def test_reasoning_gym():
     pytest.importorskip("reasoning_gym")
-    from rlrun.environments.reasoning_gym import ReasoningGymEnvironment
+    from rlrun.rewards.reasoning_gym import ReasoningGymEnvironment
 
     environment = ReasoningGymEnvironment()
     entry = {"question": "q", "answer": "cba", "metadata": {"source_dataset": "spell_backward"}}

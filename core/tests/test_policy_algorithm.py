@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from rlrun.algorithms import policy_gradient
+from rlrun.algorithms.coefficients import EntropyCoefficient
 from rlrun.algorithms.correction import correct
-from rlrun.algorithms.entropy import EntropyCoefficient
-from rlrun.algorithms.policy_gradient import PolicyAlgorithm
-from rlrun.algorithms.shaping import overlong
+from rlrun.algorithms.policy_gradient import PolicyAlgorithm, overlong
 from rlrun.batch import Batch
 from rlrun.config.schema import AlgorithmConfig
 from rlrun.metrics import data_metrics, results

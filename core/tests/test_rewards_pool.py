@@ -172,8 +172,6 @@ def test_a_reward_that_cannot_be_made_is_an_error_at_once(make, rewards):
         make("Counted", kwargs={"start": -1})
     with pytest.raises(ValueError, match="has no 'absent'"):
         make("absent")
-    with pytest.raises(ValueError, match="no reward 'maths'; there is function"):
-        make(parts=[RewardPart(kind="maths")])
     assert time.monotonic() - began < 20
     assert not workers()
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlrun.algorithms import kl
 from rlrun.batch import Batch
 from rlrun.workers.protocol import Kind, Term
 
@@ -71,6 +70,27 @@ def cispo(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, low: float, 
     return -weight * advantages * log_probs, weight != ratio
 
 
+def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str, old_log_probs: Tensor | None = None) -> Tensor:
+    """KL(policy, reference) of each token, by an estimator (Schulman 2020, "Approximating KL divergence").
+
+    With d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Differentiated on samples of the policy, k2 has
+    the gradient of the reverse KL, k3 that of the forward KL, and k1 none. k3_unbiased is k3 times pi / pi_old, as in
+    DeepSeek-V3.2 (arXiv 2512.02556): k3's value, and the reverse KL's gradient, also on samples of an older policy
+    (`old_log_probs`; default: this one).
+    """
+    d = log_probs - ref_log_probs
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        return (-d).exp() - 1 + d
+    if kind == "k3_unbiased":
+        old = log_probs.detach() if old_log_probs is None else old_log_probs
+        return (log_probs - old).exp() * ((-d).exp() - 1 + d)
+    raise ValueError(f"unknown KL estimator {kind!r}: use k1, k2, k3 or k3_unbiased")
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """A policy loss by name (`loss`), with a KL to the reference and an entropy bonus.
@@ -106,7 +126,7 @@ class PolicyLoss:
             terms["actor/pg_clipfrac_lower"] = Term(cut.sum().to(new.dtype), "tokens")
         terms["actor/pg_loss"] = Term(*self.aggregate(losses, batch), 1.0)
         if self.kl_coef > 0:
-            distance = kl.estimate(new, batch.tokens["ref_log_probs"][mask], self.kl_estimator, old)
+            distance = estimate_kl(new, batch.tokens["ref_log_probs"][mask], self.kl_estimator, old)
             terms["actor/kl_loss"] = Term(*self.aggregate(distance, batch), self.kl_coef)
         if "entropy" in outputs:
             entropy = outputs["entropy"][mask]

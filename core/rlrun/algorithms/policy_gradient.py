@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlrun.algorithms import advantages, kl
+from rlrun.algorithms import advantages
 from rlrun.algorithms.base import Algorithm
+from rlrun.algorithms.coefficients import EntropyCoefficient, KlCoefficient
 from rlrun.algorithms.correction import correct
-from rlrun.algorithms.entropy import EntropyCoefficient
-from rlrun.algorithms.losses import PolicyLoss, ValueLoss
-from rlrun.algorithms.shaping import mask_out, overlong
+from rlrun.algorithms.losses import PolicyLoss, ValueLoss, estimate_kl
 from rlrun.batch import Batch
 from rlrun.config.schema import Config, StageConfig
 from rlrun.metrics import Value
@@ -33,7 +32,7 @@ class PolicyAlgorithm(Algorithm):
     def __init__(self, config: Config, stage: StageConfig) -> None:
         super().__init__(config, stage)
         o = self.options
-        self.kl_coef = kl.KlCoefficient(o.kl_coef, o.kl_target, o.kl_horizon)
+        self.kl_coef = KlCoefficient(o.kl_coef, o.kl_target, o.kl_horizon)
         self.entropy_coef = EntropyCoefficient(o.entropy_coef, o.entropy_target)
         self.kl_in_reward = o.kl_coef > 0 and o.kl_in == "reward"
         self.needs_old_log_probs = self.kl_in_reward or o.correction != "none"
@@ -118,7 +117,7 @@ class PolicyAlgorithm(Algorithm):
         mask = batch.tokens["loss_mask"]
         if not self.kl_in_reward:
             return torch.zeros(mask.shape, dtype=batch.sequences["reward"].dtype), {}
-        distance = kl.estimate(batch.tokens["log_probs"], batch.tokens["ref_log_probs"], self.options.kl_estimator)
+        distance = estimate_kl(batch.tokens["log_probs"], batch.tokens["ref_log_probs"], self.options.kl_estimator)
         distance = torch.where(mask, distance, 0)
         mean = Value(float(distance.sum()), float(mask.sum()))
         used = self.kl_coef.value
@@ -146,6 +145,25 @@ class PolicyAlgorithm(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl_coef.value = state["kl_coef"]
         self.entropy_coef.raw, self.entropy_coef.needed = state["entropy"]
+
+
+def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+    """[S] soft overlong punishment (DAPO, arXiv 2503.14476, equation 13) of completions of `lengths` [S] tokens.
+
+    0 up to `longest - buffer`, then falling evenly to -1 at `longest`.
+    """
+    return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+def mask_out(batch: Batch, dropped: Tensor) -> None:
+    """Take the samples `dropped` [S] out of `loss_mask` and `gap_mask`: they count in no loss and no denominator.
+
+    Column `response_mask` keeps the whole completions, for metrics.
+    """
+    tokens, keep = batch.tokens, ~dropped[batch.sequence_ids]
+    tokens.setdefault("response_mask", tokens["loss_mask"])
+    for name in {"loss_mask", "gap_mask"} & tokens.keys():
+        tokens[name] = tokens[name] & keep
 
 
 @cache

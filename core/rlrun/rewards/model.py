@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from rlrun.batch import Batch
 from rlrun.config.schema import Config
 from rlrun.models.loading import load_config, load_tokenizer
-from rlrun.rewards.errors import OnError
-from rlrun.rewards.pool import MODEL
+from rlrun.rewards.pool import MODEL, OnError
 from rlrun.rewards.protocol import RewardItem, Score
 from rlrun.workers.group import WorkerGroup
 from rlrun.workers.protocol import RoleRequest

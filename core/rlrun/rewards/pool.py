@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing.context
 import os
 import pickle
 import signal
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import spawn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,11 +21,12 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
 from rlrun.rewards import scoring
-from rlrun.rewards.errors import OnError
 from rlrun.rewards.protocol import RewardItem, Score
 
 if TYPE_CHECKING:
     from rlrun.config.schema import RewardConfig, RewardPart
+
+log = logging.getLogger(__name__)
 
 _START_LIMIT_S = 300.0
 _TASK_S = 0.01
@@ -149,6 +152,29 @@ class RewardPool:
         if isinstance(error, BrokenProcessPool):
             return "crash: the scoring process died at once, three times"
         return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+class OnError:
+    """`reward.on_error`: reward 0, no reward, or the run's end. Errors are named in the log once a kind, and counted."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.counts: Counter[str] = Counter()
+        """Samples by kind of error, since the start."""
+
+    def settle(self, score: Score, trace: str, item: RewardItem) -> Score:
+        """The score that counts. `trace` is the error's traceback, "" where there is none."""
+        if score.error is None:
+            return score
+        kind = score.error.split(": ")[0] if trace == "" else ": ".join(score.error.split(": ")[:2])
+        self.counts[kind] += 1
+        what = f"reward of a {item.data_source} sample: {score.error}; the completion begins {item.completion[:80]!r}"
+        if self.how == "raise":
+            raise RuntimeError(f"{what} (reward.on_error is raise)\n{trace}")
+        if self.counts[kind] == 1:
+            log.warning("%s. Such samples %s (reward.on_error). Further ones are counted, not named.\n%s", what,
+                        "get reward 0" if self.how == "zero" else "are dropped", trace)
+        return score if self.how == "zero" else replace(score, reward=None)
 
 
 def part_specs(config: RewardConfig, resolve: Mapping[str, str]) -> list[scoring.PartSpec]:

@@ -1,10 +1,12 @@
-"""Reward from the scorer of the reasoning-gym dataset that a sample comes from."""
+"""Reward from the scorer of the reasoning-gym dataset that a sample comes from, and the same as an environment of one turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from rlrun.data.sample import Messages
 from rlrun.rewards.protocol import RewardItem
 
 
@@ -37,3 +39,16 @@ class ReasoningGymReward:
         answer = self.extract(item.completion, self.tag) if self.tag else item.completion.strip()
         score = float(self.scorers[dataset](answer, entry))
         return {"score": score, "correct": float(score >= 1), "pred": answer or ""}
+
+
+class ReasoningGymEnvironment:
+    """The dataset's own scorer, ends every episode after one reply."""
+
+    def __init__(self, tag: str | None = None) -> None:
+        self.score = ReasoningGymReward(tag)
+
+    def reset(self, sample: RewardItem) -> RewardItem:
+        return sample
+
+    def step(self, state: RewardItem, messages: Messages) -> tuple[Messages, dict[str, Any], bool]:
+        return [], self.score(replace(state, completion=messages[-1]["content"])), True

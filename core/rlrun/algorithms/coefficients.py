@@ -1,8 +1,23 @@
-"""The weight of the entropy bonus."""
+"""Weights of the KL to the reference and of the entropy bonus: fixed, or moved towards a target."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass
+class KlCoefficient:
+    """The KL's weight: fixed, or moved towards a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""
+
+    value: float
+    target: float | None = None
+    horizon: int = 10000
+
+    def update(self, kl: float, sequences: int) -> None:
+        """After a step of so many sequences with mean KL `kl` per token."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * sequences / self.horizon
 
 
 @dataclass
