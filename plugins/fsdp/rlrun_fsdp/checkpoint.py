@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import shutil
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as sd
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -22,16 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from rlrun.checkpoint import flush
 from rlrun.models.loading import export
+from rlrun.workers.saving import random_state, set_random_state, together, writers
 
 if TYPE_CHECKING:
     from rlrun_fsdp.worker import FsdpWorker
-
-Result = TypeVar("Result")
-
-_FULL_BYTES = 1 << 20
-"""A disk with less room than this is full."""
-_WRITER_ERRORS = ("inline_container.cc", "os error ")
-"""What torch.save and safetensors say where a write fails; at a quota the disk itself is not full."""
 
 
 class Staging:
@@ -56,24 +46,16 @@ class Staging:
         return copied
 
 
-@cache
-def _writers(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """All ranks once more, for what they say to each other while they write beside training."""
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> Callable[[], None]:
     """Take `contents` (model, optimizer, extra, hf_model), as copies where checkpoint.async_save is set. Collective.
 
     The function that is returned writes them; a failure on any rank raises there on all.
     """
-    first, group = dist.get_rank() == 0, _writers(dist.distributed_c10d._get_default_group())
+    first, group = dist.get_rank() == 0, writers()
     state = _sharded_state(worker, contents)
     if state and worker.spec.config.checkpoint.async_save:
         state = worker.staging.stager.stage(state)
-    extra = _together(directory, group, lambda: _extra(worker)) if "extra" in contents else None
+    extra = together(directory, group, lambda: _extra(worker)) if "extra" in contents else None
     whole = worker.staging.weights(worker.weights(), first) if "hf_model" in contents else None
 
     return partial(write, worker, directory, state, extra, whole)
@@ -82,16 +64,16 @@ def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> Callab
 def write(worker: FsdpWorker, directory: Path, state: dict[str, Any], extra: dict[str, Any] | None,
           whole: dict[str, Tensor] | None) -> None:
     """Write what `save` took."""
-    first, group = dist.get_rank() == 0, _writers(dist.distributed_c10d._get_default_group())
-    _together(directory, group, lambda: directory.mkdir(parents=True, exist_ok=True))
+    first, group = dist.get_rank() == 0, writers()
+    together(directory, group, lambda: directory.mkdir(parents=True, exist_ok=True))
     if state:
         writer = FileSystemWriter(directory, sync_files=True)
-        _together(directory, group, lambda: dcp_save(state, storage_writer=writer, process_group=group))
+        together(directory, group, lambda: dcp_save(state, storage_writer=writer, process_group=group))
     if extra is not None:
-        _together(directory, group, lambda: torch.save(extra, _extra_path(directory, dist.get_rank())))
+        together(directory, group, lambda: torch.save(extra, _extra_path(directory, dist.get_rank())))
     if whole is not None:
-        _together(directory, group, lambda: _export(worker, whole, directory / "hf") if first else None)
-    _together(directory, group, lambda: flush(directory) if first else None)
+        together(directory, group, lambda: _export(worker, whole, directory / "hf") if first else None)
+    together(directory, group, lambda: flush(directory) if first else None)
 
 
 def _export(worker: FsdpWorker, weights: dict[str, Tensor], directory: Path) -> None:
@@ -117,7 +99,7 @@ def load(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
         extra = torch.load(own if own.is_file() else _extra_path(directory, 0), weights_only=True)
         worker.updates = extra["updates"]
         if extra["ranks"] == dist.get_world_size():
-            _set_random_state(extra["random"], worker.spec.device)
+            set_random_state(extra["random"], worker.spec.device)
 
 
 def _sharded_state(worker: FsdpWorker, contents: Sequence[str]) -> dict[str, Any]:
@@ -134,50 +116,9 @@ def _options(worker: FsdpWorker) -> sd.StateDictOptions:
     return sd.StateDictOptions(ignore_frozen_params=worker.adapted, strict=not worker.adapted)
 
 
-def _together(directory: Path, group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
-    """Do something on each rank; where it fails on any, raise on all: OSError where a disk is to blame."""
-    error: BaseException | None = None
-    try:
-        result = action()
-    except (Exception, CheckpointException) as failed:  # noqa: BLE001 - raised below, after the other ranks know
-        error = failed
-    failures: list[tuple[str, bool] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, (repr(error), _of_disk(error, directory)) if error else None, group=group)
-    for rank, failure in enumerate(failures):
-        if failure is not None and failure[1]:
-            raise OSError(f"{directory} could not be written by rank {rank}: {failure[0]}") from error
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise RuntimeError(f"saving failed on rank {rank}: {failure[0]}")
-    return result
-
-
-def _of_disk(error: BaseException, directory: Path) -> bool:
-    """Whether the disk failed, and not we. PyTorch and safetensors report a full one by errors of other types."""
-    failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    full = directory.exists() and shutil.disk_usage(directory).free < _FULL_BYTES
-    return full or any(isinstance(one, OSError) or any(text in str(one) for text in _WRITER_ERRORS) for one in failures)
-
-
 def _extra_path(directory: Path, rank: int) -> Path:
     return directory / f"extra_{rank}.pt"
 
 
 def _extra(worker: FsdpWorker) -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    numbers = torch.from_numpy(np.asarray(keys, dtype=np.int64))
-    states = {"python": random.getstate(), "numpy": (name, numbers, *rest), "torch": torch.get_rng_state()}
-    if worker.spec.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(worker.spec.device)
-    return {"updates": worker.updates, "ranks": dist.get_world_size(), "random": states}
-
-
-def _set_random_state(states: dict[str, Any], device: torch.device) -> None:
-    random.setstate(states["python"])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    return {"updates": worker.updates, "ranks": dist.get_world_size(), "random": random_state(worker.spec.device)}

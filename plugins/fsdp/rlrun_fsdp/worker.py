@@ -103,6 +103,10 @@ class FsdpWorker:
         materialize(self.model, self.spec.device)
         # The root's parameters (embeddings, output layer) are needed at both ends of forward and backward.
         fully_shard(self.model, **(options | {"reshard_after_forward": False}))
+        # To the compiler, integers of FSDP's modules are variables. Where the heads' size is one, rotary embeddings take 15 times
+        # as long; inside of a layer there is nothing else that it need know of FSDP.
+        for module in (module for layer in self.model.layers for module in layer.modules()):
+            module._is_fsdp_managed_module = False  # type: ignore[assignment]
 
     def _wrapped(self) -> list[nn.Module]:
         """Modules that are gathered one at a time: those of the classes that the user named, or the decoder layers."""

@@ -105,7 +105,8 @@ def test_forward_sees_new_weights(gpt2, ranks1, tools):
 
 
 def test_compiled_layers(gpt2, ranks1, tools):
-    """Compiled layers give the same numbers, and lengths, micro-batches and passes that change compile nothing anew."""
+    """Compiled layers give the same numbers; lengths, micro-batches and passes that change compile nothing anew; sizes of the
+    model are constants in them, not variables."""
     batches = [tools.make_batch(lengths) for lengths in (
         (5, 9, 3, 7, 6, 9), (4, 11, 2, 17), (3, 3, 40), (9,), (2, 9), (5, 6, 8), (31, 2), (8, 7, 6, 5, 4, 3, 2))]
 
@@ -115,18 +116,26 @@ def test_compiled_layers(gpt2, ranks1, tools):
 
         from torch._dynamo.utils import counters
 
-        with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
+        sizes = []
+
+        def backend(graph, inputs):
+            sizes.extend(node.name for node in graph.graph.nodes if node.op == "placeholder" and node.name.startswith("l_self_")
+                         and not isinstance(node.meta["example_value"], torch.Tensor))
+            return graph.forward
+
+        with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
             worker = tools.make_worker(tools.make_config(gpt2, fsdp__compile=compile, actor__tokens_per_micro_batch=40))
             graphs, outputs = [], []
             for batch in batches:
                 outputs.append(worker.forward(batch, {"log_probs"}, 0.7)["log_probs"])
                 worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
                 graphs.append(counters["stats"]["unique_graphs"])
-        return graphs, outputs, tools.full_weights(worker)
+        return graphs, sizes, outputs, tools.full_weights(worker)
 
-    _, expected, weights = ranks1.run(run, False)[0]
-    for graphs, outputs, moved in ranks1.run(run, True):
+    _, _, expected, weights = ranks1.run(run, False)[0]
+    for graphs, sizes, outputs, moved in ranks1.run(run, True):
         assert graphs[0] > 0
+        assert sizes == []
         assert graphs[4] == graphs[-1], "a row of one sequence may be a case of its own"
         for got, column in zip(outputs, expected):
             torch.testing.assert_close(got, column, rtol=1e-9, atol=1e-9)
