@@ -1,8 +1,7 @@
 """Batch: what flows between rollout, workers and algorithms. Ragged, never padded.
 
 S sequences lie end to end in one row of T tokens. Index t of every per-token column speaks of token ids[t]: its log-probability
-given ids[<t], the value of the state before it. The first token of a sequence is never in `loss_mask`.
-"""
+given ids[<t], the value of the state before it. The first token of a sequence is never in `loss_mask`."""
 
 from __future__ import annotations
 
@@ -25,16 +24,14 @@ Atom = Literal["sequence", "pair", "group"]
 class Batch:
     """Sequences end to end. Columns are added with `batch.tokens[name] = ...`; every column keeps to the same order."""
 
-    cu_seqlens: Tensor
-    """[S+1] int64: sequence s is cu_seqlens[s]:cu_seqlens[s+1] of every per-token column."""
+    cu_seqlens: Tensor  # [S+1] int64: sequence s is cu_seqlens[s]:cu_seqlens[s+1] of every per-token column
     tokens: dict[str, Tensor] = field(default_factory=dict)
     """Per-token columns [T]: ids, loss_mask (bool), log_probs, ref_log_probs, rollout_log_probs, values, token_rewards,
     advantages, returns."""
     sequences: dict[str, Any] = field(default_factory=dict)
     """Per-sequence columns [S], a Tensor or a list: uid, group, reward, correct, data_source, finish_reason,
     policy_version, prompt_length, and what plugins add."""
-    ragged: dict[str, list[Any]] = field(default_factory=dict)
-    """One value of any shape for each sequence, such as pixel values."""
+    ragged: dict[str, list[Any]] = field(default_factory=dict)  # one value of any shape for each sequence, such as pixel values
 
     def __post_init__(self) -> None:
         total, count = int(self.cu_seqlens[-1]), len(self)
@@ -142,8 +139,7 @@ class Batch:
     def denominators(self) -> dict[str, float]:
         """What each kind of loss term is divided by: loss tokens, and sequences and groups that have any.
 
-        Groups are counted only where there is a column `group`.
-        """
+        Groups are counted only where there is a column `group`."""
         lengths = self.loss_lengths()
         counts = {"tokens": float(lengths.sum()), "sequences": float((lengths > 0).sum()), "constant": 1.0}
         if "gap_mask" in self.tokens:
@@ -202,8 +198,7 @@ def mini_batches(batch: Batch, groups: int) -> Iterator[Batch]:
 def balance(weights: Sequence[int], parts: int) -> list[list[int]]:
     """Cut items into `parts` of nearly equal weight (largest first, to the lightest part). Some may stay empty.
 
-    Deterministic: ties go to the earlier item and part. Items of a part are in rising order.
-    """
+    Deterministic: ties go to the earlier item and part. Items of a part are in rising order."""
     heap = [(0, 0, part) for part in range(parts)]
     chosen: list[list[int]] = [[] for _ in range(parts)]
     for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
@@ -224,8 +219,7 @@ def shard(batch: Batch, parts: int, atom: Atom = "sequence") -> list[list[int]]:
 def micro_batches(batch: Batch, max_tokens: int, atom: Atom = "sequence", at_least: int = 1) -> list[list[int]]:
     """Rows of each micro-batch: as few as fit `max_tokens`, but `at_least` so many, balanced; atoms stay whole.
 
-    Some are empty where there are fewer atoms than `at_least`. Raises ValueError for an atom longer than the limit.
-    """
+    Some are empty where there are fewer atoms than `at_least`. Raises ValueError for an atom longer than the limit."""
     atoms = batch.atoms(atom)
     lengths = batch.lengths.tolist()
     weights = [sum(lengths[row] for row in rows) for rows in atoms]

@@ -56,8 +56,7 @@ def _root(
 ) -> None:
     """Reinforcement-learning post-training of language models.
 
-    Train with: rl-run CONFIG [key=value ...] [-p PLUGIN]; rl-run run --help has all of its options.
-    """
+    Train with: rl-run CONFIG [key=value ...] [-p PLUGIN]; rl-run run --help has all of its options."""
 
 
 @app.command()

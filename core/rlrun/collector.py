@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-Phase = Callable[[str], AbstractContextManager[None]]
-"""What times a part of a step under its name."""
+Phase = Callable[[str], AbstractContextManager[None]]  # what times a part of a step under its name
 
 
 class Collector(Protocol):
@@ -41,8 +40,7 @@ class Collector(Protocol):
     def next(self, step: int, phase: Phase, last: bool) -> tuple[Batch | None, dict[str, Value]]:
         """The batch of a step (None where nothing is left to train on) and metrics of how it came about.
 
-        `last` says that the stage ends with this step.
-        """
+        `last` says that the stage ends with this step."""
 
     def records(self) -> list[dict[str, Any]]:
         """The last batch's completions, for dumps."""
@@ -67,8 +65,7 @@ class Drawn:
 class RolloutCollector:
     """Samples prompts and lets the policy answer, until enough groups are kept or `max_rounds` is reached.
 
-    `position` is that of an earlier run's collector in the same stage.
-    """
+    `position` is that of an earlier run's collector in the same stage."""
 
     def __init__(
         self, config: Config, stage: StageConfig, sampler: Sampler, generator: Generator, algorithm: Algorithm,
@@ -180,8 +177,7 @@ class RolloutCollector:
 class AheadCollector(RolloutCollector):
     """One step ahead: engines with ranks of their own draw a step's samples while the step before it trains.
 
-    So samples are of the policy before the last update. What is being drawn when a run ends is drawn anew after a resume.
-    """
+    So samples are of the policy before the last update. What is being drawn when a run ends is drawn anew after a resume."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,8 +1,7 @@
 """Find one plugin, check it against this version of rlrun, and import it.
 
 Installed plugins are entry points of group `rlrun.plugins`; `./NAME.py` is a plugin in one file. Metadata is read for
-all of them, code only of those asked for.
-"""
+all of them, code only of those asked for."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Found:
     dist: str | None
     version: str | None
     path: str | None = None
-    source: bytes | None = None
-    """Text of a plugin in one file; it travels to ranks, which may run on other machines."""
+    source: bytes | None = None  # text of a plugin in one file; it travels to ranks, which may run on other machines
 
     def __str__(self) -> str:
         return label(self.name, self.dist, self.version, self.path)

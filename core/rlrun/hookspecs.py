@@ -2,8 +2,7 @@
 
 A plugin is an import-light module (or instance) with functions marked `@rlrun.hookspecs.hookimpl`, named by an entry point
 of group `rlrun.plugins`. Hooks are called with keywords, only through `rlrun.plugins.Plugins`, which names plugin and hook
-in every error. A hook implementation may leave out parameters that it does not need.
-"""
+in every error. A hook implementation may leave out parameters that it does not need."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from rlrun.config.schema import Config
     from rlrun.workers.protocol import Layout, RoleSpec, SequenceParallel, Worker
 
-API_VERSION = 1
-"""Raised when a hook or descriptor changes so that older plugins break."""
+API_VERSION = 1  # raised when a hook or descriptor changes so that older plugins break
 
 KINDS = ("backend", "algorithm", "rollout", "reward", "environment", "tracker", "source")
 """Kinds of things that a plugin can provide by name."""
@@ -38,8 +36,7 @@ class PluginInfo:
 
     `provides` maps a kind (see KINDS) to names and the class that each stands for, as "package.module:Class". A class is
     imported only when the configuration chooses its name. `config` is the dataclass of the plugin's own section, which
-    stands under `name` in the configuration.
-    """
+    stands under `name` in the configuration."""
 
     name: str
     api_version: int
@@ -61,8 +58,7 @@ class Step:
     stage: int
     config: Config
     batch: Batch
-    metrics: Mapping[str, float]
-    """Core's metrics of this step, under their final names."""
+    metrics: Mapping[str, float]  # core's metrics of this step, under their final names
 
 
 class Hooks:
@@ -77,16 +73,14 @@ class Hooks:
     def make_worker(self, spec: RoleSpec, layout: Layout) -> Worker:
         """Build this rank's part of the model of one role. Every rank, once a role and stage; collective.
 
-        Called only on the plugin that provides `spec.backend`, which must return a Worker.
-        """
+        Called only on the plugin that provides `spec.backend`, which must return a Worker."""
         raise NotImplementedError
 
     @hookspec
     def patch_attention(self, model: nn.Module, spec: RoleSpec, mesh: DeviceMesh) -> SequenceParallel | None:
         """Let one sequence span ranks. Every rank, once a role, after the model is built and before it is sharded.
 
-        `mesh` has the dimensions "dp" and "sp". At most one plugin may answer with other than None.
-        """
+        `mesh` has the dimensions "dp" and "sp". At most one plugin may answer with other than None."""
         raise NotImplementedError
 
     @hookspec
@@ -97,8 +91,7 @@ class Hooks:
         training where checkpoint.async_save is set; so it must use no process group that training uses.
 
         Called only on the plugin that made the worker. hf_model goes to `directory / "hf"`, everything else directly into
-        `directory`. A full disk may surface as OSError on any rank.
-        """
+        `directory`. A full disk may surface as OSError on any rank."""
         raise NotImplementedError
 
     @hookspec

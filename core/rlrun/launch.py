@@ -104,13 +104,11 @@ class Run:
         self.plugins = plugins
         self.directory = directory
         self.resumed_step = resumed_step
-        self.stop = stop
-        """Set where the run is to save and end."""
+        self.stop = stop  # set where the run is to save and end
         self.checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
         self.generator: Generator | None = None
         self.trackers: list[Any] = []
-        self._unpublished: tuple[int, set[str]] | None = None
-        """Step and needed checkpoints of one that ranks still write."""
+        self._unpublished: tuple[int, set[str]] | None = None  # step and needed checkpoints of one that ranks still write
         self._failed: set[str] = set()
         self._closing = ExitStack()
 

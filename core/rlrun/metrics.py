@@ -34,8 +34,7 @@ class Value:
 def merge(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     """Metrics of several ranks or updates as one: sums and counts add, extremes compete.
 
-    What is not finite is left out, and counted as `nonfinite/NAME`: one NaN must not hide all else.
-    """
+    What is not finite is left out, and counted as `nonfinite/NAME`: one NaN must not hide all else."""
     merged: dict[str, Value] = {}
     for part in parts:
         for name, value in part.items():
@@ -87,8 +86,7 @@ def data_metrics(batch: Batch, max_new_tokens: int, max_prompt_tokens: int) -> d
     """What a step's samples were: rewards, advantages, lengths. Per-token columns count only inside `loss_mask`.
 
     Samples that the engine gave up (aborted, or without a token) count in no reward. A completion that hit
-    `max_new_tokens` counts in response_length/clip_ratio by its finish reason, or, where there is none, by its length.
-    """
+    `max_new_tokens` counts in response_length/clip_ratio by its finish reason, or, where there is none, by its length."""
     import torch
 
     tokens, sequences = batch.tokens, batch.sequences
@@ -136,8 +134,7 @@ def _explained_variance(values: Tensor, returns: Tensor) -> dict[str, Value]:
 def timing_metrics(timings: Mapping[str, float], batch: Batch | None = None) -> dict[str, float]:
     """Seconds of each phase; of those that work on tokens also milliseconds per token of `batch`.
 
-    Generation counts completion tokens, the others all tokens.
-    """
+    Generation counts completion tokens, the others all tokens."""
     metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
     if batch is not None:
         phases = ("ref", "values", "old_log_prob", "adv", "update_critic", "update_actor")
@@ -171,8 +168,7 @@ def validation_metrics(
     where there is a "pred", maj@k (the most frequent answer's score; ties share), each with /mean and /std. These are
     exact: mean and deviation over all sets of k different completions out of n, averaged over questions. val-core are
     mean, best and maj of the largest n and k, of "acc" (or, without it, "reward"). Values that are None or not finite
-    are left out and counted as val-aux/SOURCE/VARIABLE/nonfinite.
-    """
+    are left out and counted as val-aux/SOURCE/VARIABLE/nonfinite."""
     found: dict[tuple[str, str], dict[Any, list[tuple[float, Any]]]] = {}
     skipped: dict[tuple[str, str], int] = {}
     for source, question, variables in zip(sources, questions, scores, strict=True):
@@ -224,8 +220,7 @@ def _majority(group: Sequence[tuple[float, Any]], k: int) -> tuple[float, float]
     """E[x] and E[x^2] over sets of k of the mean score of the most frequent answers (an answer's score: its mean).
 
     For every height that the highest count can have, the answers are gone through once, counting sets by size and
-    number of answers at that height, with the sums over those sets of the answers' total score and of its square.
-    """
+    number of answers at that height, with the sums over those sets of the answers' total score and of its square."""
     import numpy as np
 
     answers: dict[Any, list[float]] = {}

@@ -23,8 +23,7 @@ class PartialRollouts:
     """Episodes on their way: each round draws up to `tokens` more of every reply that has not ended.
 
     What was drawn stays as it is, with the log-probabilities and the version of the policy that drew it. A prompt's samples
-    wait for one another, and prompts that are complete are handed out oldest first.
-    """
+    wait for one another, and prompts that are complete are handed out oldest first."""
 
     def __init__(self, generator: Generator, tokens: int, limit: int) -> None:
         self.generator = generator

@@ -34,8 +34,7 @@ class Plugins:
     """The plugins of a run, `builtin` first, then in the order of the user's list.
 
     Pickles as its recipe: the receiving process loads the same list once, and refuses to go on where a name, version or
-    file differs from the sender's.
-    """
+    file differs from the sender's."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -297,8 +296,7 @@ def discover(plugins: Plugins, load: bool = False) -> list[dict[str, Any]]:
     """All plugins there are, for `rl-run plugins`: loaded ones in order, then installed ones by name.
 
     `state` is builtin, listed, installed, incompatible or broken. What an installed plugin provides is known only with
-    `load`, which imports it.
-    """
+    `load`, which imports it."""
     rows = [_row(plugins, name, "builtin" if name == "builtin" else "listed") for name in plugins.names]
     for name, entry_points in sorted(installed().items()):
         if name in plugins.names:

@@ -34,19 +34,15 @@ class Trainer:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.config = run.config
-        self.step = 0
-        """Steps done, over all stages."""
+        self.step = 0  # steps done, over all stages
         self.stage = 0
         self.stage_step = 0
         self.stage_start: str | None = None
         """Name of the checkpoint that the stage began with; None: the model of the configuration."""
         self.counters = {"checkpoint/failures": 0, "training/skipped_steps": 0, "training/skipped_updates": 0}
-        self.skipped_in_a_row: dict[str, int] = {}
-        """By role."""
-        self.updates = 0
-        """Updates that changed a model in this stage."""
-        self.row: dict[str, float] = {}
-        """Metrics of the last step."""
+        self.skipped_in_a_row: dict[str, int] = {}  # by role
+        self.updates = 0  # updates that changed a model in this stage
+        self.row: dict[str, float] = {}  # metrics of the last step
         self.timings: dict[str, float] = {}
 
     def train(self, resumed: Checkpoint | None) -> None:

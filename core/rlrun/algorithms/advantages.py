@@ -1,8 +1,7 @@
 """Advantages: pure functions on ragged tensors. Groups go by id, never by row position.
 
 Group estimators give 0 to a group of one and to a group of equal rewards. A deviation that is only rounding noise is never
-divided by: equality is found by comparison, and computed in float64.
-"""
+divided by: equality is found by comparison, and computed in float64."""
 
 from __future__ import annotations
 
@@ -13,16 +12,14 @@ from torch import Tensor
 
 from rlrun.batch import Batch
 
-_NOISE = 1e-6
-"""A standard deviation of less than this share of the numbers themselves is their rounding."""
+_NOISE = 1e-6  # A standard deviation of less than this share of the numbers themselves is their rounding
 
 
 def grpo(rewards: Tensor, groups: Tensor, scale: bool = True, eps: float = 1e-6) -> Tensor:
     """[S] rewards less their group's mean, over its standard deviation (unbiased) where `scale`.
 
     DeepSeekMath (arXiv 2402.03300), section 4.1.2; without scale as in Dr. GRPO (arXiv 2503.20783), equation 1, and as the
-    first half of REINFORCE++-baseline (arXiv 2501.03262).
-    """
+    first half of REINFORCE++-baseline (arXiv 2501.03262)."""
     index, counts = _group_index(groups)
     r = rewards.double()
     centred = _less(r, _group_sum(r, index, counts)[index] / counts[index], index)
@@ -43,8 +40,7 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """[S] rewards less their group's mean weighted by completion lengths [S], sum(l r) / sum(l).
 
-    The baseline of least variance where a gradient's square grows with length (OPO, arXiv 2505.23585).
-    """
+    The baseline of least variance where a gradient's square grows with length (OPO, arXiv 2505.23585)."""
     index, counts = _group_index(groups)
     r, weights = rewards.double(), lengths.double()
     total = _group_sum(weights, index, counts).clamp(min=1)
@@ -56,8 +52,7 @@ def pass_at_k(rewards: Tensor, groups: Tensor, k: int) -> Tensor:
 
     Pass@k training, analytical form (arXiv 2508.10751): with R the best reward in a set of k, a completion's advantage is
     (mean of R over the sets that hold it - mean of R over all sets) / standard deviation of R over all sets. For rewards of 0
-    and 1 this is the paper's closed form; here rewards may be any numbers. Groups of fewer than k count as one set: 0.
-    """
+    and 1 this is the paper's closed form; here rewards may be any numbers. Groups of fewer than k count as one set: 0."""
     index, counts = _group_index(groups)
     advantages = torch.zeros(rewards.shape, dtype=torch.float64)
     for group, n in enumerate(counts.tolist()):
@@ -86,8 +81,7 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, gamma: float, lam: float)
     """Generalized advantage estimation (arXiv 1506.02438, equation 16): advantages and returns [T], 0 outside `loss_mask`.
 
     Steps are the tokens of `loss_mask`; what lies between them (another speaker's tokens) does not end the episode. The value
-    after the last one is 0.
-    """
+    after the last one is 0."""
     mask = batch.tokens["loss_mask"]
     r, v = rewards[mask], values[mask]
     lengths = batch.loss_lengths()
@@ -108,8 +102,7 @@ def returns_to_go(rewards: Tensor, batch: Batch, gamma: float = 1.0) -> Tensor:
     """[T] discounted sum of the rewards from each token on, 0 outside `loss_mask`.
 
     With a reward at the end and a KL at every token: REINFORCE++ (arXiv 2501.03262) before its normalisation by `whiten`;
-    less the reward of the prompt's greedy completion: ReMax (arXiv 2310.10505).
-    """
+    less the reward of the prompt's greedy completion: ReMax (arXiv 2310.10505)."""
     return gae(rewards, torch.zeros_like(rewards), batch, gamma, 1.0)[0]
 
 

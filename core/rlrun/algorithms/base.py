@@ -18,25 +18,21 @@ class Algorithm:
     """Base of all algorithms. A subclass says which models it needs, which groups it keeps, and what is learned from them.
 
     The trainer calls, each step: `select` (while collecting), `score`, `advantages`, then updates each trainable role with
-    `losses`, then `observe`. Everything here runs on the driver, except the losses, which are pickled and run in the ranks.
-    """
+    `losses`, then `observe`. Everything here runs on the driver, except the losses, which are pickled and run in the ranks."""
 
-    online = True
-    """Whether the policy generates the completions; otherwise they are those of `completions` (sft, dpo)."""
+    online = True  # whether the policy generates the completions; otherwise they are those of `completions` (sft, dpo)
     needs_old_log_probs = False
     """Whether `advantages` or `score` need the actor's log-probabilities from before the step's updates. They are computed
     anyway where a step makes more than one update."""
     greedy_baseline = False
     """Whether each prompt also gets a greedy completion, whose reward is the column `baseline_reward` of its samples."""
-    atom: Atom = "sequence"
-    """What micro-batches and shards must keep whole for the losses."""
+    atom: Atom = "sequence"  # what micro-batches and shards must keep whole for the losses
 
     def __init__(self, config: Config, stage: StageConfig) -> None:
         self.config = config
         self.stage = stage
         self.options = stage.algorithm
-        self.leftovers: list[Batch] = []
-        """Prompt groups that the next step begins with."""
+        self.leftovers: list[Batch] = []  # prompt groups that the next step begins with
 
     @property
     def temperature(self) -> float:
@@ -54,8 +50,7 @@ class Algorithm:
     def completions(self, sample: Sample) -> list[Any]:
         """Offline: the texts to learn from, the preferred one first. Called for every sample before the run begins.
 
-        Raises ValueError for a sample that is no use. Default: the answer.
-        """
+        Raises ValueError for a sample that is no use. Default: the answer."""
         return [sample.answer]
 
     def draws(self, missing: int) -> int:

@@ -28,8 +28,7 @@ class EntropyCoefficient:
     STEP = 0.005
     raw: float
     target: float | None = None
-    needed: bool = True
-    """Whether the entropy was at or below the target after the last step."""
+    needed: bool = True  # whether the entropy was at or below the target after the last step
 
     @property
     def value(self) -> float:

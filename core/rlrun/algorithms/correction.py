@@ -1,8 +1,7 @@
 """Off-policy correction: tokens were drawn by an engine whose probabilities are not quite the trainer's, or from top_p, top_k.
 
 Weights are pi_old / mu, trainer's old policy over engine. After Yao et al. 2025, "Your efficient RL framework secretly brings you
-off-policy RL training" (truncated importance sampling), and, for sequences, Liu et al. 2025, "When speed kills stability".
-"""
+off-policy RL training" (truncated importance sampling), and, for sequences, Liu et al. 2025, "When speed kills stability"."""
 
 from __future__ import annotations
 
@@ -20,10 +19,8 @@ from rlrun.metrics import Value
 class Correction(NamedTuple):
     """What a correction makes of a batch."""
 
-    weights: Tensor
-    """[T] factor of each token's advantage; 0 outside `loss_mask`."""
-    rejected: Tensor
-    """[S] samples not to be trained on."""
+    weights: Tensor  # [T] factor of each token's advantage; 0 outside `loss_mask`
+    rejected: Tensor  # [S] samples not to be trained on
     metrics: dict[str, Value]
 
 
@@ -34,8 +31,7 @@ def correct(batch: Batch, kind: str, cap: float) -> Correction:
     sequence_reject: sequences whose product is outside [1 / cap, cap] are rejected, the others weigh 1.
 
     Metrics: mean of the weights used, effective sample size (sum w)^2 / (n sum w^2) of the ratios before any cap, share of
-    samples rejected. Samples without a loss token count nowhere.
-    """
+    samples rejected. Samples without a loss token count nowhere."""
     mask, some = batch.tokens["loss_mask"], batch.loss_lengths() > 0
     d = batch.tokens["log_probs"].double() - batch.tokens["rollout_log_probs"].double()
     sums, limit = batch.sums(d), math.log(cap)

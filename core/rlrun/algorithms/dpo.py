@@ -20,8 +20,7 @@ from rlrun.workers.protocol import Loss, RoleRequest, Term
 class Dpo(Algorithm):
     """DPO (Rafailov et al. 2023, arXiv 2305.18290). A row's answer is preferred to what its column `rejected` holds.
 
-    The reference is the policy as the stage begins, or `ref.path`.
-    """
+    The reference is the policy as the stage begins, or `ref.path`."""
 
     online = False
     atom = "pair"
@@ -49,8 +48,7 @@ class DpoLoss:
     """Mean over pairs of -log sigmoid(margin), arXiv 2305.18290 equation 7. The margin is the preferred answer's reward
     less the rejected one's, and an answer's reward is beta * log(policy / reference) of its whole text.
 
-    Reads `ref_log_probs`, and of sequences `pair` and `preference` (0: preferred, 1: rejected). Pairs must be whole.
-    """
+    Reads `ref_log_probs`, and of sequences `pair` and `preference` (0: preferred, 1: rejected). Pairs must be whole."""
 
     beta: float
 

@@ -1,7 +1,6 @@
 """Losses: picklable callables from a micro-batch's outputs to terms, each a local sum with its kind of denominator.
 
-Every loss selects by `loss_mask` before it computes, so nothing outside the mask (NaN included) reaches a value or gradient.
-"""
+Every loss selects by `loss_mask` before it computes, so nothing outside the mask (NaN included) reaches a value or gradient."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ def aggregate(losses: Tensor, batch: Batch, mode: str, longest: int = 0) -> tupl
 
     token_mean: mean over all tokens (DAPO). seq_mean_token_mean: mean over sequences of each one's mean (GRPO).
     seq_mean_token_sum: mean over sequences of each one's sum. seq_mean_constant: that sum over `longest`, the largest number of
-    tokens that a completion may have, whatever is in the batch (Dr. GRPO, arXiv 2503.20783).
-    """
+    tokens that a completion may have, whatever is in the batch (Dr. GRPO, arXiv 2503.20783)."""
     if mode == "token_mean":
         return losses.sum(), "tokens"
     if mode == "seq_mean_token_sum":
@@ -52,8 +50,7 @@ def gspo(log_ratio: Tensor, advantages: Tensor, rows: Tensor, low: float, high: 
     """Clipped losses with one ratio a sequence, exp(mean of its tokens' log-ratios) (GSPO, arXiv 2507.18071).
 
     In its token form (GSPO-token): the value is the sequence's ratio, the gradient goes through the token's log-probability; it
-    is GSPO's own where the advantages of a sequence are equal. `rows` [M]: the sequence of each token.
-    """
+    is GSPO's own where the advantages of a sequence are equal. `rows` [M]: the sequence of each token."""
     count = int(rows.max()) + 1 if rows.numel() else 0
     sums = log_ratio.detach().new_zeros(count).index_add(0, rows, log_ratio.detach())
     mean = (sums / torch.bincount(rows, minlength=count).clamp(min=1))[rows]
@@ -63,8 +60,7 @@ def gspo(log_ratio: Tensor, advantages: Tensor, rows: Tensor, low: float, high: 
 def cispo(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """-sg(clipped ratio) advantage log pi: every token keeps a gradient (CISPO, MiniMax-M1, arXiv 2506.13585, equation 4).
 
-    Second: whether each ratio is clipped. low = 1: not from below.
-    """
+    Second: whether each ratio is clipped. low = 1: not from below."""
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - low, 1 + high)
     return -weight * advantages * log_probs, weight != ratio
@@ -76,8 +72,7 @@ def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str, old_log_pro
     With d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Differentiated on samples of the policy, k2 has
     the gradient of the reverse KL, k3 that of the forward KL, and k1 none. k3_unbiased is k3 times pi / pi_old, as in
     DeepSeek-V3.2 (arXiv 2512.02556): k3's value, and the reverse KL's gradient, also on samples of an older policy
-    (`old_log_probs`; default: this one).
-    """
+    (`old_log_probs`; default: this one)."""
     d = log_probs - ref_log_probs
     if kind == "k1":
         return d
@@ -96,8 +91,7 @@ class PolicyLoss:
     """A policy loss by name (`loss`), with a KL to the reference and an entropy bonus.
 
     Reads `advantages`, `correction_weights` where there is that column, `log_probs` (the old ones; without that column the policy
-    is its own old one, ratio 1), `ref_log_probs` where kl_coef > 0; compares with `rollout_log_probs` where `gap_mask` is set.
-    """
+    is its own old one, ratio 1), `ref_log_probs` where kl_coef > 0; compares with `rollout_log_probs` where `gap_mask` is set."""
 
     clip_low: float
     clip_high: float
@@ -107,8 +101,7 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     loss: str = "ppo_clip"
     dual_clip: float | None = None
-    longest: int = 0
-    """rollout.max_new_tokens, for aggregation seq_mean_constant."""
+    longest: int = 0  # rollout.max_new_tokens, for aggregation seq_mean_constant
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Batch) -> dict[str, Term]:
         mask = batch.tokens["loss_mask"]
@@ -161,8 +154,7 @@ class PolicyLoss:
 class ValueLoss:
     """Clipped squared error of the values against `returns` (arXiv 1707.06347 and its reference code), halved.
 
-    Reads `returns` and `values` (the old ones).
-    """
+    Reads `returns` and `values` (the old ones)."""
 
     clip: float
 

@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 class PolicyAlgorithm(Algorithm):
     """Policy gradient by the fields `advantage` and `loss` of the stage's options; with advantage gae there is a critic.
 
-    A subclass may override `estimate` (advantages), or change rewards before `advantages`, or replace the actor's loss.
-    """
+    A subclass may override `estimate` (advantages), or change rewards before `advantages`, or replace the actor's loss."""
 
     def __init__(self, config: Config, stage: StageConfig) -> None:
         super().__init__(config, stage)
@@ -150,16 +149,14 @@ class PolicyAlgorithm(Algorithm):
 def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     """[S] soft overlong punishment (DAPO, arXiv 2503.14476, equation 13) of completions of `lengths` [S] tokens.
 
-    0 up to `longest - buffer`, then falling evenly to -1 at `longest`.
-    """
+    0 up to `longest - buffer`, then falling evenly to -1 at `longest`."""
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 def mask_out(batch: Batch, dropped: Tensor) -> None:
     """Take the samples `dropped` [S] out of `loss_mask` and `gap_mask`: they count in no loss and no denominator.
 
-    Column `response_mask` keeps the whole completions, for metrics.
-    """
+    Column `response_mask` keeps the whole completions, for metrics."""
     tokens, keep = batch.tokens, ~dropped[batch.sequence_ids]
     tokens.setdefault("response_mask", tokens["loss_mask"])
     for name in {"loss_mask", "gap_mask"} & tokens.keys():

@@ -1,7 +1,6 @@
 """What the names of algorithms stand for: values of fields of `AlgorithmConfig`, each free to be overridden.
 
-All are `PolicyAlgorithm`. A field that a preset does not set has its default. Import-light. See docs/algorithms.md.
-"""
+All are `PolicyAlgorithm`. A field that a preset does not set has its default. Import-light. See docs/algorithms.md."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "ppo": {"advantage": "gae", "kl_in": "reward", "kl_estimator": "k1"},
 }
 
-OFFLINE: dict[str, dict[str, object]] = {"dpo": {"kl_coef": 0.1}}
-"""The same for names that are classes of their own."""
+OFFLINE: dict[str, dict[str, object]] = {"dpo": {"kl_coef": 0.1}}  # the same for names that are classes of their own
 
 GROUPED = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "pass_at_k")
 """Advantages that compare the samples of a prompt with one another."""

@@ -34,8 +34,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), add: Sequence[s
         add: plugins (or files, ./NAME.py) appended to the file's list.
         without: plugins taken from the list, with their sections.
 
-    Raises ConfigError with all that is wrong, PluginError for plugins.
-    """
+    Raises ConfigError with all that is wrong, PluginError for plugins."""
     try:
         root = compose(Path(path).read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

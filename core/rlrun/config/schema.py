@@ -1,8 +1,7 @@
 """Every key of a run's configuration: name, type, default, meaning, and the values it accepts.
 
 The dataclasses become OmegaConf structured configs, so unknown keys and wrong types fail on loading. What a single
-value may be stands here, beside the key (`opt`); what combinations of values may be stands in `validate.py`.
-"""
+value may be stands here, beside the key (`opt`); what combinations of values may be stands in `validate.py`."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ def opt(default: Any = NO_DEFAULT, help: str = "", *, choices: tuple[str, ...] =
         ge: float | None = None, lt: float | None = None, le: float | None = None) -> Any:
     """A config key: its default (dicts and lists are copied for each instance), meaning, and accepted values.
 
-    Numbers are always required to be finite. `None` passes every check of an Optional key.
-    """
+    Numbers are always required to be finite. `None` passes every check of an Optional key."""
     limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     metadata = {"help": help, "choices": choices, **{k: v for k, v in limits.items() if v is not None}}
     if isinstance(default, list | dict):

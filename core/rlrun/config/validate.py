@@ -25,8 +25,7 @@ _OFFLINE = ("sft", "dpo")  # core's algorithms that generate nothing
 def validate(config: Config, plugins: Plugins) -> None:
     """Check single values, combinations, and that every chosen name exists. Raises ConfigError with all problems.
 
-    Loads no library: what depends on the chosen classes is checked by `validate_resolved`.
-    """
+    Loads no library: what depends on the chosen classes is checked by `validate_resolved`."""
     problems = list(_single(config, ""))
     if not problems:  # combinations of values that are wrong alone would only repeat that
         problems = [*_names(config, plugins), *_sections(config)]

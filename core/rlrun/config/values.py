@@ -1,8 +1,7 @@
 """YAML to typed values, guided by the dataclasses of the configuration.
 
 A scalar is converted from its text by the type of its key, never guessed from its look: `path: 1e-5`, `name: 007` and
-`name: yes` stay text, `lr: 1e-5` is a float, `kl_in: off` is no boolean. Only open mappings (Any) follow YAML's rules.
-"""
+`name: yes` stay text, `lr: 1e-5` is a float, `kl_in: off` is no boolean. Only open mappings (Any) follow YAML's rules."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def override_node(text: str, kind: Any, key: str) -> yaml.Node:
 def typed(node: yaml.Node, kind: Any, key: str, problems: list[str]) -> Any:
     """The plain value of a node for a key of type `kind`. What is wrong with it is added to `problems`.
 
-    Interpolations and ??? are left to OmegaConf.
-    """
+    Interpolations and ??? are left to OmegaConf."""
     kind, optional = unwrap(kind)
     if isinstance(node, yaml.ScalarNode):
         if node.tag == NULL:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class Samples:
     """All data of a run."""
 
-    train: list[list[Sample]]
-    """By source, in the order of `data.train`."""
+    train: list[list[Sample]]  # by source, in the order of `data.train`
     validation: list[Sample]
     counts: dict[str, int] = field(default_factory=dict)
     """rows read, dropped and truncated (over-long), in_validation (left the training data)."""
@@ -40,8 +39,7 @@ class Samples:
 def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, plugins: Plugins) -> Samples:
     """Read and tokenize all sources. Raises ValueError for a bad row, or a source of which nothing is left.
 
-    Training rows whose prompt text is in the validation data are left out, so validation questions are unseen.
-    """
+    Training rows whose prompt text is in the validation data are left out, so validation questions are unseen."""
     counts: Counter[str] = Counter()
     validation = [sample for config in data.validation for sample in _samples(config, data, tokenizer, plugins, counts, set())]
     unseen = {_text(sample.prompt) for sample in validation}
@@ -85,8 +83,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) ->
 
     With a chat template, a text becomes one user message, and the template opens the assistant's turn. Without one, a
     text is encoded as it stands (no token is added: one that begins the text must be written in the data), and a list
-    of messages is a ValueError.
-    """
+    of messages is a ValueError."""
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
@@ -99,8 +96,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) ->
 def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: Any) -> list[int]:
     """Ids of a reference answer as a completion: the text's own tokens and the end-of-sequence token.
 
-    A list with one message of the assistant counts as its text.
-    """
+    A list with one message of the assistant counts as its text."""
     if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], Mapping) and answer[0].get("role") == "assistant":
         answer = answer[0].get("content")
     if not isinstance(answer, str | int | float):

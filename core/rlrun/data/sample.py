@@ -13,15 +13,12 @@ Messages = list[dict[str, Any]]
 class Row:
     """One row of a source, before tokenization."""
 
-    uid: str
-    """Names the row in its source, for good: "source/number"."""
+    uid: str  # names the row in its source, for good: "source/number"
     prompt: str | Messages
     answer: Any
     data_source: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """What rewards may want besides: the source's further columns."""
-    origin: str = ""
-    """Where the row stands, for messages: "train.jsonl, row 17"."""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what rewards may want besides: the source's further columns
+    origin: str = ""  # where the row stands, for messages: "train.jsonl, row 17"
 
 
 @dataclass(frozen=True)

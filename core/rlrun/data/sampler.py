@@ -14,8 +14,7 @@ class Draw(NamedTuple):
     """A drawn prompt. `number` counts all draws of the run: a prompt drawn twice makes two groups."""
 
     number: int
-    epoch: int
-    """Passes over this sample's source before this one."""
+    epoch: int  # passes over this sample's source before this one
     sample: Sample
 
 
@@ -23,8 +22,7 @@ class Sampler:
     """Draws samples without end; the whole state is how many were drawn of each source.
 
     The next source is the one furthest below its share of the draws so far (ties: the earlier one). Within a source
-    each sample comes once an epoch, in an order keyed by (seed, source, epoch).
-    """
+    each sample comes once an epoch, in an order keyed by (seed, source, epoch)."""
 
     def __init__(self, sources: Sequence[Sequence[Sample]], weights: Sequence[float], seed: int = 0,
                  shuffle: bool = True) -> None:

@@ -87,8 +87,7 @@ class Datasets(_Records):
 class ReasoningGym:
     """A reasoning-gym dataset: `path` is its name, `options` go to `reasoning_gym.create_dataset` (size, seed, ...).
 
-    Every row carries its entry in `extra`, which the reward `reasoning_gym` scores with the dataset's own scorer.
-    """
+    Every row carries its entry in `extra`, which the reward `reasoning_gym` scores with the dataset's own scorer."""
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
@@ -114,8 +113,7 @@ class ReasoningGym:
 def to_row(config: SourceConfig, record: Any, number: int) -> Row:
     """A source's record as a row: checked, its further columns in `extra`. `number` counts from 1.
 
-    Where `answer_key` is "answer" and there is no such column, `reward_model.ground_truth` (verl's schema) is taken.
-    """
+    Where `answer_key` is "answer" and there is no such column, `reward_model.ground_truth` (verl's schema) is taken."""
     origin = f"{config.path}, row {number}"
     if not isinstance(record, Mapping):
         raise ValueError(f"{origin}: not an object with columns, but {type(record).__name__}")

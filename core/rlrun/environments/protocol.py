@@ -15,8 +15,7 @@ class Environment(Protocol):
 
     It serves all episodes and keeps nothing of them: an episode's state travels with it, and a step may be called in
     any process, or again where a process died. Both methods may be coroutines. They have reward.timeout_s for one call,
-    and exceptions are dealt with as reward.on_error says.
-    """
+    and exceptions are dealt with as reward.on_error says."""
 
     def reset(self, sample: RewardItem) -> Any:
         """An episode's state: plain data that can be pickled, or None. `sample` has prompt, answer, data_source, extra."""
@@ -26,8 +25,7 @@ class Environment(Protocol):
 
         `state` may be changed in place. New messages, such as {"role": "tool", "content": "84"}, go to the policy; at the
         end there need be none. Rewards of an episode's steps are added up; one may also be a mapping, as a reward may
-        return (`Reward`), whose further entries count at the last step.
-        """
+        return (`Reward`), whose further entries count at the last step."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ class Part(NamedTuple):
 
     by: Literal["policy", "environment"]
     ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    """Of the policy's tokens, as drawn, NaN where the engine was not asked; 0 for the environment's."""
+    log_probs: tuple[float, ...]  # of the policy's tokens, as drawn, NaN where the engine was not asked; 0 for the environment's
     text: str
 
 
@@ -32,23 +31,16 @@ class Episode:
 
     group: int
     sample: Sample
-    key: str
-    """Names the random stream; every further turn has its own."""
-    compared: bool = False
-    """Whether the engine's log-probabilities are compared with the trainer's."""
+    key: str  # names the random stream; every further turn has its own
+    compared: bool = False  # whether the engine's log-probabilities are compared with the trainer's
     parts: list[Part] = field(default_factory=list)
-    messages: Messages = field(default_factory=list)
-    """The conversation after the prompt."""
+    messages: Messages = field(default_factory=list)  # the conversation after the prompt
     finish_reason: FinishReason = "length"
     policy_version: int = -1
-    begun: Completion | None = None
-    """What was drawn of a reply that is to go on."""
-    older: int = 0
-    """How many of the first tokens after the prompt an older policy drew than the others."""
-    state: Any = None
-    """The environment's."""
-    score: Score | None = None
-    """The environment's rewards so far."""
+    begun: Completion | None = None  # what was drawn of a reply that is to go on
+    older: int = 0  # how many of the first tokens after the prompt an older policy drew than the others
+    state: Any = None  # the environment's
+    score: Score | None = None  # the environment's rewards so far
 
     @property
     def ids(self) -> list[int]:
@@ -111,16 +103,14 @@ def after(begun: Completion, drawn: Completion) -> Completion:
     return replace(drawn, ids=ids, log_probs=log_probs, policy_version=begun.policy_version)
 
 
-_REPLY = "\u2983reply\u2984"
-"""Stands for a reply in a conversation that is rendered to see what the template puts after one."""
+_REPLY = "\u2983reply\u2984"  # stands for a reply in a conversation that is rendered to see what the template puts after one
 
 
 def continuation(tokenizer: Any, messages: Messages, last: int, eos_ids: Sequence[int]) -> tuple[int, ...]:
     """Tokens between a reply whose last token is `last` and the next one: the end of the reply's message where the policy
     did not draw it, the new messages, the opening of the assistant's turn.
 
-    Without a chat template, the messages' texts as they stand. Raises RunError where the template cannot say.
-    """
+    Without a chat template, the messages' texts as they stand. Raises RunError where the template cannot say."""
     if not tokenizer.chat_template:
         return tuple(tokenizer("".join(m["content"] for m in messages), add_special_tokens=False)["input_ids"])
     talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _REPLY}, *messages]

@@ -2,8 +2,7 @@
 
 It is registered with transformers' attention interface under `NAME` and switched on model by model
 (`model.set_attn_implementation(NAME)`). The caller hands `packed=Packed.of(cu_seqlens)` to the model's forward, which
-passes it on to every layer; boundaries are never guessed from position ids or masks.
-"""
+passes it on to every layer; boundaries are never guessed from position ids or masks."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ _TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 class Packed:
     """Where sequences lie in a packed row; made once a forward, read by every layer."""
 
-    cu_seqlens: Tensor
-    """[S+1] int32, on the row's device: sequence s is cu_seqlens[s]:cu_seqlens[s+1]."""
+    cu_seqlens: Tensor  # [S+1] int32, on the row's device: sequence s is cu_seqlens[s]:cu_seqlens[s+1]
     runs: tuple[tuple[int, int], ...]
     """(count, length) of runs of neighbours of equal length: rows sorted by length make few, large runs."""
     max_length: int
@@ -63,8 +61,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: flo
 
     `window` is the number of tokens that a token sees, itself included; `softcap` bounds the scores by tanh. On CUDA in
     half precision flash-attn, where installed, or torch's varlen_attn; otherwise SDPA over sequences of equal length at
-    once. Raises ValueError where the row and its boundaries disagree.
-    """
+    once. Raises ValueError where the row and its boundaries disagree."""
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         if not torch.compiler.is_compiling():  # lengths in a compiled layer's conditions would compile it anew
             _check(query, key, packed)
@@ -146,8 +143,7 @@ def packed_attention(
     """transformers' attention interface on `attend`: [1, H, T, D] in, [1, T, H, D] out.
 
     Raises ValueError for what packed attention does not do: masks, dropout, attention sinks, attention to later tokens,
-    a forward without `packed`, a key-value cache.
-    """
+    a forward without `packed`, a key-value cache."""
     name = type(module).__name__
     if packed is None:
         raise ValueError(f"{name}: packed attention needs packed=Packed.of(cu_seqlens) in the call of the model")
@@ -168,8 +164,7 @@ def packed_attention(
 def enable_packed_attention(model: PreTrainedModel, name: str = NAME) -> None:
     """Switch one transformers model to packed attention (or to another registered implementation `name`).
 
-    Raises ValueError for a model whose attention cannot be replaced.
-    """
+    Raises ValueError for a model whose attention cannot be replaced."""
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise ValueError(f"{type(model).__name__} does not take its attention from transformers' attention interface, "

@@ -60,8 +60,7 @@ def load_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.d
 
     A value model comes from a folder that `export` wrote, or from any causal language model with a fresh head drawn
     from `seed`; "score" is a sequence classifier with one output. Raises ValueError where weights are missing or the
-    architecture is not supported.
-    """
+    architecture is not supported."""
     model, info = _auto(head).from_pretrained(path, config=load_config(path), dtype=dtype, output_loading_info=True)
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"{path}: weights missing or of another shape: "
@@ -112,8 +111,7 @@ def saved_weights(policy: PolicyModel, whole: Callable[[Sequence[Tensor]], Itera
     """Weights under the names and shapes that save_pretrained writes, and value_head.*; adapters are left out.
 
     `whole` makes whole tensors of parameters, in the dtype to write. It is called in the same order on every rank, with all
-    of them, or with those of one layer where an architecture's files differ from its modules (fused experts).
-    """
+    of them, or with those of one layer where an architecture's files differ from its modules (fused experts)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -137,8 +135,7 @@ def export(weights: Iterable[tuple[str, Tensor]], directory: Path, source: str, 
     """Write a folder that from_pretrained loads: weights in the dtype they come in, which config.json names, config and
     generation config of folder `source`, the tokenizer of folder `tokenizer` with its chat template.
 
-    Takes all of `weights` into memory first, so that ranks which gather them are not left waiting where writing fails.
-    """
+    Takes all of `weights` into memory first, so that ranks which gather them are not left waiting where writing fails."""
     from huggingface_hub import save_torch_state_dict
     from transformers import AutoConfig
 

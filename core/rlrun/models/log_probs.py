@@ -36,16 +36,14 @@ def chosen_log_probs(
     the steps below.
 
     With a `group`, the vocabulary is cut over its ranks: `weight` holds this one's rows, from token id `first` on. Results are
-    whole on all of them; the gradient of `hidden` is this rank's part, which the caller adds over the group.
-    """
+    whole on all of them; the gradient of `hidden` is this rank's part, which the caller adds over the group."""
     chunk = chunk or max(64, (2**27 if hidden.is_cuda else 2**21) // weight.shape[0])
     log_probs, entropies = _ChosenLogProbs.apply(
         hidden, weight, bias, targets - first, (temperature, scale, softcap), entropy, chunk, compiled, group)
     return log_probs, entropies if entropy else None
 
 
-Transform = tuple[float, float, float | None]
-"""Temperature, scale, soft cap."""
+Transform = tuple[float, float, float | None]  # temperature, scale, soft cap
 
 
 def _tempered(raw: Tensor, transform: Transform) -> Tensor:

@@ -29,13 +29,10 @@ class Row:
 
     ids: Tensor
     position_ids: Tensor
-    chosen: Tensor
-    """Where there is something to predict: indices into `ids`."""
-    targets: Tensor
-    """The tokens that follow there."""
+    chosen: Tensor  # where there is something to predict: indices into `ids`
+    targets: Tensor  # the tokens that follow there
     packed: Packed
-    total: int
-    """Tokens of the whole row."""
+    total: int  # tokens of the whole row
 
 
 class PolicyModel(nn.Module):
@@ -43,15 +40,13 @@ class PolicyModel(nn.Module):
     with one output ("score").
 
     The step from hidden states to log-probabilities is inside, because the weights of a sharded output layer exist only
-    during this module's forward.
-    """
+    during this module's forward."""
 
     def __init__(self, model: PreTrainedModel, head: Literal["lm", "value", "score"]) -> None:
         super().__init__()
         self.model = model
         self.head = head
-        self.sequence_parallel: SequenceParallel | None = None
-        """Set by the backend where `patch_attention` answered."""
+        self.sequence_parallel: SequenceParallel | None = None  # set by the backend where `patch_attention` answered
         self.config = model.config.get_text_config()
         self.scale, self.softcap = logit_transform(self.config)
         self.compiled = False
@@ -85,8 +80,7 @@ class PolicyModel(nn.Module):
             device: torch.device | str = "cpu") -> Row:
         """This rank's part of a packed row [T] of sequences that end at `cu_seqlens` [S+1], for `forward` on `device`.
 
-        Made on the CPU, from tensors there: what depends on lengths and masks would make this process wait for the device.
-        """
+        Made on the CPU, from tensors there: what depends on lengths and masks would make this process wait for the device."""
         sp = self.sequence_parallel
         # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
         whole = (ids, position_ids, ids.roll(-1), loss_mask.roll(-1))
@@ -99,8 +93,7 @@ class PolicyModel(nn.Module):
         """Columns [T] of a packed row: `log_probs` and `entropy` of ids[t] given ids[<t] at `temperature`, `values` of
         the state before token t. They are computed where the row's loss_mask [T] is set and 0 elsewhere.
 
-        Raises ValueError for an output that this head does not have.
-        """
+        Raises ValueError for an output that this head does not have."""
         if not want <= OUTPUTS[self.head]:
             raise ValueError(f"head {self.head!r} computes {sorted(OUTPUTS[self.head])}; asked for: {sorted(want)}")
         hidden = self.model.base_model(
@@ -135,8 +128,7 @@ def check_logits(policy: PolicyModel) -> None:
     """Compare the log-probabilities of two short sequences in one row with the model's own logits, and with one another.
 
     Raises ValueError where the model does something between hidden states and logits that PolicyModel does not know, or lets
-    one sequence of a row see another (by a state or convolution that runs along the row).
-    """
+    one sequence of a row see another (by a state or convolution that runs along the row)."""
     device = policy.model.device
     ids, rows = torch.tensor([0, 1, 0, 1], device=device), torch.tensor([0, 2, 4], device=device)  # ids equal positions
     seen: list[Tensor] = []

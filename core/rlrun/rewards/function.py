@@ -19,8 +19,7 @@ class FunctionReward:
     """Calls what `path` names: "file.py:name", or "package.module:name" (the working directory counts too).
 
     A function is called as `function(item, **kwargs)`; a class is made once with `kwargs`, and its object called with
-    each item. Either returns what `Reward` may return.
-    """
+    each item. Either returns what `Reward` may return."""
 
     def __init__(self, path: str, **kwargs: Any) -> None:
         target = load_object(path)

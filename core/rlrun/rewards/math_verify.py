@@ -13,8 +13,7 @@ class MathVerifyReward:
 
     A reference is LaTeX or plain (1/3, \\frac{1}{3}, 42, $x+1$). Of one with `marker` in it only what follows counts,
     as in GSM8K ("... #### 42"). A reference that cannot be read is an error. The pool keeps the time: math_verify's own
-    limits need signals, so they are off, and the reward works in any thread.
-    """
+    limits need signals, so they are off, and the reward works in any thread."""
 
     def __init__(self, marker: str = "####") -> None:
         import math_verify

@@ -21,8 +21,7 @@ class RewardModel:
 
     Each conversation is rendered with that folder's own chat template and tokenizer (without a template, prompt and
     completion are one text). The score is the output at the last token, as transformers computes it. One longer than
-    `max_tokens` (default and limit: what fits actor.tokens_per_micro_batch) is an error, dealt with by reward.on_error.
-    """
+    `max_tokens` (default and limit: what fits actor.tokens_per_micro_batch) is an error, dealt with by reward.on_error."""
 
     def __init__(self, config: Config, weight: float, path: str, max_tokens: int | None = None) -> None:
         self.weight = weight

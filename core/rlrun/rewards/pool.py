@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 _START_LIMIT_S = 300.0
 _TASK_S = 0.01
 _LARGEST_TASK = 32
-MODEL = "model"
-"""The kind of reward that the ranks work out, not a process (`rlrun.rewards.model`), and its part in metrics."""
+MODEL = "model"  # the kind of reward that the ranks work out, not a process (`rlrun.rewards.model`), and its part in metrics
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)
 Scored = list[tuple[Score, str]]
 
@@ -58,8 +57,7 @@ class RewardPool:
     """Scores samples as `config` says, in `config.processes` processes that are killed and replaced when time is up.
 
     `parts` are rewards (see `part_specs`), or one environment, whose samples are `Turn`s and whose scores `Answer`s.
-    `plugin_files` are (module name, file) pairs to import first. Raises ValueError where a part cannot be made.
-    """
+    `plugin_files` are (module name, file) pairs to import first. Raises ValueError where a part cannot be made."""
 
     def __init__(self, config: RewardConfig, parts: Sequence[scoring.PartSpec],
                  plugin_files: Sequence[tuple[str, str]] = ()) -> None:
@@ -159,8 +157,7 @@ class OnError:
 
     def __init__(self, how: str) -> None:
         self.how = how
-        self.counts: Counter[str] = Counter()
-        """Samples by kind of error, since the start."""
+        self.counts: Counter[str] = Counter()  # samples by kind of error, since the start
 
     def settle(self, score: Score, trace: str, item: RewardItem) -> Score:
         """The score that counts. `trace` is the error's traceback, "" where there is none."""

@@ -12,8 +12,7 @@ class RewardItem:
     """What a reward sees of one sample. Plain data: it crosses to a scoring process."""
 
     prompt: str | list[dict[str, Any]]
-    completion: str
-    """Decoded text of the completion, without special tokens."""
+    completion: str  # decoded text of the completion, without special tokens
     answer: Any
     data_source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -30,13 +29,11 @@ class Reward(Protocol):
 class Score:
     """The outcome of scoring one sample."""
 
-    reward: float | None
-    """Weighted sum of the parts; None: drop the sample (reward.on_error: drop)."""
+    reward: float | None  # weighted sum of the parts; None: drop the sample (reward.on_error: drop)
     correct: float
     """What validation and filters count as accuracy: "correct" of the first part that gives it, else the first part's
     unweighted score."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Unweighted score of each part, and the further numbers it returned, as "part" and "part/name"."""
     pred: str | None = None
-    error: str | None = None
-    """Exception or time-out, as one line; None where scoring went well."""
+    error: str | None = None  # exception or time-out, as one line; None where scoring went well

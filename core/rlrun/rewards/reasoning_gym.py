@@ -15,8 +15,7 @@ class ReasoningGymReward:
 
     The answer is the whole completion, or what stands in its last <tag>...</tag> where `tag` is given (nothing there:
     no answer). Needs samples of the source `reasoning_gym`, or rows with reasoning-gym's own columns question, answer
-    and metadata (with source_dataset in it).
-    """
+    and metadata (with source_dataset in it)."""
 
     def __init__(self, tag: str | None = None) -> None:
         # here and not in the module or the call: loading takes seconds, and a call has a time limit

@@ -33,22 +33,19 @@ class PartSpec:
     """One part of the weighted sum, and how to make it."""
 
     name: str
-    path: str
-    """"package.module:Class"."""
+    path: str  # "package.module:Class"
     weight: float
     kwargs: Mapping[str, Any]
 
 
-_parts: list[tuple[PartSpec, Any]] = []
-"""The rewards of the weighted sum, or the one environment."""
+_parts: list[tuple[PartSpec, Any]] = []  # the rewards of the weighted sum, or the one environment
 _failure: str | None = None
 
 
 def start(parent: int, plugin_files: Sequence[tuple[str, str]], parts: Sequence[PartSpec]) -> None:
     """Prepare this process: bound to its parent's life, in a group of its own, with every part made.
 
-    A failure is kept for `score` to report: a process that ends here would only be started again.
-    """
+    A failure is kept for `score` to report: a process that ends here would only be started again."""
     global _failure
     os.setsid()
     os.dup2(2, 1)
@@ -73,8 +70,7 @@ def start(parent: int, plugin_files: Sequence[tuple[str, str]], parts: Sequence[
 def score(items: Sequence[RewardItem]) -> tuple[list[tuple[Score, str]], float]:
     """Each sample's score, with the traceback of its error; and the seconds it took.
 
-    Raises RewardUnusableError where `start` failed.
-    """
+    Raises RewardUnusableError where `start` failed."""
     if _failure is not None:
         raise RewardUnusableError(_failure)
     began = time.perf_counter()

@@ -36,8 +36,7 @@ def cut_back(path: Path, step: int) -> int:
     """Leave out what a JSON-lines file says of steps after `step`, and a last line that was not finished.
 
     Returns the number of lines that stay; 0 for no file. The file is replaced in one move. Raises ValueError for any
-    other line that is no JSON.
-    """
+    other line that is no JSON."""
     if not path.exists():
         return 0
     kept = []

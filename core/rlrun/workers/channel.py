@@ -14,10 +14,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 Item = TypeVar("Item")
 
-BUCKET_BYTES = 256 << 20
-"""Of tensors that cross together, between ranks or out of shards, unless a single one is larger."""
-_ALIGNED = 16
-"""Bytes that each tensor's place in a bucket is a multiple of, so that it can be viewed in its own dtype."""
+BUCKET_BYTES = 256 << 20  # of tensors that cross together, between ranks or out of shards, unless a single one is larger
+_ALIGNED = 16  # bytes that each tensor's place in a bucket is a multiple of, so that it can be viewed in its own dtype
 
 
 class WeightChannel:

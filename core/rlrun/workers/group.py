@@ -23,8 +23,7 @@ class Ranks(Protocol):
     def run(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
         """Call a method of `Rank` on ranks from `first` on, each with its own arguments: (rank, result) as they finish.
 
-        Raises RankError with the failing rank's traceback, or when the phase takes longer than trainer.phase_timeout_s.
-        """
+        Raises RankError with the failing rank's traceback, or when the phase takes longer than trainer.phase_timeout_s."""
 
     def close(self) -> None:
         """End all ranks. May be called at any time, also twice."""
@@ -33,15 +32,13 @@ class Ranks(Protocol):
 class WorkerGroup:
     """Roles spread over ranks. Splits batches over data-parallel shards and puts results together in the batch's order.
 
-    Ranks beyond those of `layout` only generate; without any, the ranks that train hold the engines too (colocated).
-    """
+    Ranks beyond those of `layout` only generate; without any, the ranks that train hold the engines too (colocated)."""
 
     def __init__(self, ranks: Ranks, layout: Layout, ranks_per_engine: int = 1) -> None:
         self.ranks = ranks
         self.layout = layout
         self.colocated = ranks.count == layout.ranks
-        self.engines = range(0 if self.colocated else layout.ranks, ranks.count, ranks_per_engine)
-        """First rank of each engine."""
+        self.engines = range(0 if self.colocated else layout.ranks, ranks.count, ranks_per_engine)  # first rank of each engine
         self.roles: dict[str, RoleRequest] = {}
         self.awake = False
         self.version = -1
@@ -98,8 +95,7 @@ class WorkerGroup:
         """One optimizer step of a role on a mini-batch. Returns the loss's terms over all ranks, grad_norm, lr and skipped.
 
         What is not finite, which all ranks say alike, counts as one `nonfinite/NAME`. `keep` is filled with the columns [T] that
-        the update's own forward computed, of the model before the step.
-        """
+        the update's own forward computed, of the model before the step."""
         rows = shard(batch, self.layout.dp, atom)
         shards, keeps = self._shards(batch, rows), keep is not None
         results = dict(self.ranks.run("update", [(role, part, loss, denominators, temperature, atom, keeps) for part in shards]))

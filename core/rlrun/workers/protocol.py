@@ -24,11 +24,9 @@ Kind = Literal["tokens", "sequences", "groups", "gap", "constant", "max"]
 class Term(NamedTuple):
     """One part of a loss, or a metric that is computed with it: a local sum, and what the global sum is divided by."""
 
-    sum: Tensor
-    """Scalar, summed over this micro-batch only."""
+    sum: Tensor  # scalar, summed over this micro-batch only
     kind: Kind
-    coef: float = 0.0
-    """Weight in the loss that is differentiated; 0 for a metric."""
+    coef: float = 0.0  # weight in the loss that is differentiated; 0 for a metric
 
 
 Loss = Callable[[Mapping[str, "Tensor"], "Batch"], dict[str, Term]]
@@ -41,8 +39,7 @@ class RoleRequest:
     """A model that an algorithm needs besides the actor."""
 
     trainable: bool
-    path: str | None
-    """Folder of the initial model; None: the policy as it is when the stage begins."""
+    path: str | None  # folder of the initial model; None: the policy as it is when the stage begins
     dtype: str
     head: Literal["lm", "value", "score"] = "lm"
     """A language model's own head; a scalar head of our own on its backbone; or a sequence classifier's own single output,
@@ -73,12 +70,9 @@ class RoleSpec:
 class Layout:
     """How ranks share the work; computed on the driver before any process exists."""
 
-    dp: int
-    """Data-parallel size: a batch is cut into this many shards."""
-    dp_index: tuple[int, ...]
-    """The shard that each rank works on."""
-    result_ranks: tuple[int, ...]
-    """For each shard, the rank whose answer counts."""
+    dp: int  # data-parallel size: a batch is cut into this many shards
+    dp_index: tuple[int, ...]  # the shard that each rank works on
+    result_ranks: tuple[int, ...]  # for each shard, the rank whose answer counts
 
     @property
     def ranks(self) -> int:
@@ -120,8 +114,7 @@ class Worker(Protocol):
         """Per-token columns [T] in the batch's order, without gradient, of whole sequences on every rank of the shard.
 
         `log_probs` and `entropy` (at `temperature`) are computed where `loss_mask` is set and 0 elsewhere;
-        `values` likewise. `batch` is this rank's shard; it may be empty.
-        """
+        `values` likewise. `batch` is this rank's shard; it may be empty."""
 
     def update(self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence",
                keep: dict[str, Tensor] | None = None) -> dict[str, Value]:
@@ -131,8 +124,7 @@ class Worker(Protocol):
         `denominators` counts the whole mini-batch, over all shards, by kind; micro-batches keep every `atom` whole. Returns the
         loss's terms as (sum, count), and `grad_norm` (of the full gradient, before clipping), `lr` and `skipped` (1 where the
         gradient was not finite and nothing was changed), equal on all ranks, as maxima. `keep` is filled with the outputs that
-        the update's own forward computed, of the model before the step: what `forward` would have returned.
-        """
+        the update's own forward computed, of the model before the step: what `forward` would have returned."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under the names, shapes and order of content that save_pretrained writes."""

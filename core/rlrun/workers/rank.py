@@ -48,8 +48,7 @@ class Rank:
         self.config = config
         self.workers: dict[str, Worker] = {}
         self.engine: Rollout | None = None
-        self.active: str | None = None
-        """The role whose state was last brought to the device."""
+        self.active: str | None = None  # the role whose state was last brought to the device
         self.writer = ThreadPoolExecutor(1)
         self.writes: list[Future[None]] = []
         self.channel: WeightChannel | None = None

@@ -32,8 +32,7 @@ PLACEMENT_TIMEOUT_S = 40.0
 SECOND_FAILURE_WAIT_S = 3.0
 STACKS_WAIT_S = 10.0
 START_LIMIT_S = 300.0
-LONGEST_BASE = 26
-"""Ray's sockets lie up to 80 characters deeper, and their paths may have 107."""
+LONGEST_BASE = 26  # Ray's sockets lie up to 80 characters deeper, and their paths may have 107
 
 REAPER = r"""
 read -r _ || {

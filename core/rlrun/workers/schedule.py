@@ -11,8 +11,7 @@ def lr_factor(step: int, optim: OptimConfig, total: int | None) -> float:
     """Share of `optim.lr` that update `step` (from 0) of `total` uses.
 
     Warm-up is linear, (step + 1) / warmup_steps; the last update is at the floor `min_lr_ratio`. Raises ValueError
-    where the schedule needs a total and there is none.
-    """
+    where the schedule needs a total and there is none."""
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
