@@ -69,17 +69,12 @@ class Batch:
         return torch.arange(len(self), device=self.device).repeat_interleave(self.lengths)
 
     @staticmethod
-    def from_sequences(
-        tokens: Sequence[Mapping[str, Any]], sequences: Mapping[str, Any] | None = None
-    ) -> Batch:
+    def from_sequences(tokens: Sequence[Mapping[str, Any]], sequences: Mapping[str, Any] | None = None) -> Batch:
         """From one mapping a sequence of per-token lists: `[{"ids": [...], "loss_mask": [...]}, ...]`, all of equal keys."""
         lengths = [len(row["ids"]) for row in tokens]
         cu_seqlens = torch.tensor([0, *np.cumsum(lengths, dtype=np.int64).tolist()], dtype=torch.int64)
-        names = tokens[0].keys() if tokens else ()
-        columns = {
-            name: torch.tensor([x for row in tokens for x in row[name]], dtype=_DTYPES.get(name, torch.float32))
-            for name in names
-        }
+        columns = {name: torch.tensor([x for row in tokens for x in row[name]], dtype=_DTYPES.get(name, torch.float32))
+                   for name in (tokens[0] if tokens else ())}
         return Batch(cu_seqlens, columns, dict(sequences or {}))
 
     def select(self, rows: Sequence[int] | Tensor) -> Batch:
@@ -224,10 +219,8 @@ def micro_batches(batch: Batch, max_tokens: int, atom: Atom = "sequence", at_lea
     lengths = batch.lengths.tolist()
     weights = [sum(lengths[row] for row in rows) for rows in atoms]
     if weights and max(weights) > max_tokens:
-        raise ValueError(
-            f"one {atom} has {max(weights)} tokens, more than the {max_tokens} of one micro-batch: "
-            "raise actor.tokens_per_micro_batch, or lower data.max_prompt_tokens or rollout.max_new_tokens"
-        )
+        raise ValueError(f"one {atom} has {max(weights)} tokens, more than the {max_tokens} of one micro-batch: raise "
+                         "actor.tokens_per_micro_batch, or lower data.max_prompt_tokens or rollout.max_new_tokens")
     count = max(at_least, -(-sum(weights) // max_tokens))
     while True:
         parts = balance(weights, count)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 NAME = re.compile(r"step_(\d{6,})")
-PARTIAL = re.compile(r"\.partial-step_(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -30,18 +29,16 @@ class Checkpoint:
         return loaded
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of one run folder. Folders of other names are the user's own and are never touched."""
 
-    def __init__(self, directory: Path, keep: int | None) -> None:
-        self.directory = directory
-        self.keep = keep
+    directory: Path
+    keep: int | None
 
     def list(self) -> list[Checkpoint]:
         """Complete ones, by step."""
-        if not self.directory.exists():
-            return []
-        found = [(NAME.fullmatch(p.name), p) for p in self.directory.iterdir() if p.is_dir()]
+        found = [(NAME.fullmatch(p.name), p) for p in self.directory.glob("step_*") if p.is_dir()]
         return sorted((Checkpoint(p, int(m[1])) for m, p in found if m), key=lambda c: c.step)
 
     def latest(self) -> Checkpoint | None:
@@ -84,15 +81,11 @@ class Checkpoints:
 
     def remove_partial(self) -> None:
         """Remove what an earlier, killed run left half-written."""
-        if self.directory.exists():
-            for path in self.directory.iterdir():
-                if PARTIAL.fullmatch(path.name):
-                    shutil.rmtree(path)
+        for path in self.directory.glob(".partial-step_[0-9]*"):
+            shutil.rmtree(path)
 
     def _retain(self, needed: Collection[str]) -> None:
-        if self.keep is None:
-            return
-        for old in self.list()[: -self.keep]:
+        for old in self.list()[: -self.keep] if self.keep else ():
             if old.path.name not in needed:
                 shutil.rmtree(old.path)
 

@@ -31,8 +31,7 @@ class _RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(name="rl-run", cls=_RunByDefault, add_completion=False, pretty_exceptions_enable=False,
-                  rich_markup_mode=None)
+app = typer.Typer(name="rl-run", cls=_RunByDefault, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 PluginOption = Annotated[list[str] | None, typer.Option(
     "-p", "--plugins", metavar="NAME|FILE[,...]", help="Add plugins to the configuration's list.")]
@@ -51,9 +50,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
-) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
     """Reinforcement-learning post-training of language models.
 
     Train with: rl-run CONFIG [key=value ...] [-p PLUGIN]; rl-run run --help has all of its options."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,23 +30,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 Phase = Callable[[str], AbstractContextManager[None]]  # what times a part of a step under its name
 
 
-class Collector(Protocol):
-    """The source of a stage's batches."""
+class Collector:
+    """The source of a stage's batches. These are its methods where no engine is at work."""
 
     def next(self, step: int, phase: Phase, last: bool) -> tuple[Batch | None, dict[str, Value]]:
         """The batch of a step (None where nothing is left to train on) and metrics of how it came about.
 
         `last` says that the stage ends with this step."""
+        raise NotImplementedError
 
     def records(self) -> list[dict[str, Any]]:
         """The last batch's completions, for dumps."""
+        return []
 
     def position(self) -> dict[str, Any]:
         """The sampler's state after the last batch handed out: a resumed run goes on from there."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait until no engine is at work."""
@@ -62,15 +64,13 @@ class Drawn:
     position: dict[str, Any]
 
 
-class RolloutCollector:
+class RolloutCollector(Collector):
     """Samples prompts and lets the policy answer, until enough groups are kept or `max_rounds` is reached.
 
     `position` is that of an earlier run's collector in the same stage."""
 
-    def __init__(
-        self, config: Config, stage: StageConfig, sampler: Sampler, generator: Generator, algorithm: Algorithm,
-        position: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, config: Config, stage: StageConfig, sampler: Sampler, generator: Generator, algorithm: Algorithm,
+                 position: Mapping[str, Any]) -> None:
         self.config = config
         self.options = stage.algorithm
         self.sampler = sampler
@@ -170,9 +170,6 @@ class RolloutCollector:
     def position(self) -> dict[str, Any]:
         return self.last.position
 
-    def settle(self) -> None:
-        """Nothing runs between two calls of `next`."""
-
 
 class AheadCollector(RolloutCollector):
     """One step ahead: engines with ranks of their own draw a step's samples while the step before it trains.
@@ -200,7 +197,7 @@ class AheadCollector(RolloutCollector):
             wait([self.pending])
 
 
-class AnswerCollector:
+class AnswerCollector(Collector):
     """Offline: each prompt followed by the completions that the algorithm learns from."""
 
     def __init__(self, stage: StageConfig, sampler: Sampler, tokenizer: Any, algorithm: Algorithm) -> None:
@@ -213,14 +210,8 @@ class AnswerCollector:
         draws = self.sampler.take(self.options.prompts_per_step)
         return answer_batch([(number, sample) for number, _, sample in draws], self.algorithm, self.tokenizer), {}
 
-    def records(self) -> list[dict[str, Any]]:
-        return []
-
     def position(self) -> dict[str, Any]:
         return self.sampler.state_dict()
-
-    def settle(self) -> None:
-        """There is no engine."""
 
 
 def answer_batch(rows: Sequence[tuple[int, Sample]], algorithm: Algorithm, tokenizer: Any) -> Batch:
@@ -230,11 +221,8 @@ def answer_batch(rows: Sequence[tuple[int, Sample]], algorithm: Algorithm, token
     return Batch.from_sequences(
         [{"ids": [*s.prompt_ids, *ids], "loss_mask": [False] * len(s.prompt_ids) + [True] * len(ids)} for _, s, _, ids in flat],
         {
-            "uid": [s.uid for _, s, _, _ in flat],
-            "group": groups,
-            "pair": groups,
-            "preference": torch.tensor([i for _, _, i, _ in flat]),
-            "data_source": [s.data_source for _, s, _, _ in flat],
+            "uid": [s.uid for _, s, _, _ in flat], "data_source": [s.data_source for _, s, _, _ in flat],
+            "group": groups, "pair": groups, "preference": torch.tensor([i for _, _, i, _ in flat]),
             "prompt_length": torch.tensor([len(s.prompt_ids) for _, s, _, _ in flat]),
         },
     )
@@ -259,21 +247,14 @@ def to_batch(rollouts: Rollouts, rows: Sequence[int]) -> Batch:
     prompts = [len(e.sample.prompt_ids) for e in episodes]
     masks = [[False] * prompt + e.loss_mask for e, prompt in zip(episodes, prompts, strict=True)]
     return Batch.from_sequences(
-        [
-            {
-                "ids": e.stream,
-                "loss_mask": mask,
-                "gap_mask": [m and e.compared and i >= prompt + e.older for i, m in enumerate(mask)],
-                "rollout_log_probs": [0.0] * prompt + e.log_probs,
-            }
-            for e, mask, prompt in zip(episodes, masks, prompts, strict=True)
-        ],
+        [{"ids": e.stream, "loss_mask": mask, "rollout_log_probs": [0.0] * prompt + e.log_probs,
+          "gap_mask": [m and e.compared and i >= prompt + e.older for i, m in enumerate(mask)]}
+         for e, mask, prompt in zip(episodes, masks, prompts, strict=True)],
         {
-            "uid": [e.sample.uid for e in episodes],
+            "uid": [e.sample.uid for e in episodes], "data_source": [e.sample.data_source for e in episodes],
             "group": torch.tensor([e.group for e in episodes]),
             "reward": torch.tensor([rollouts.scores[i].reward for i in rows], dtype=torch.float32),
             "correct": torch.tensor([rollouts.scores[i].correct for i in rows], dtype=torch.float32),
-            "data_source": [e.sample.data_source for e in episodes],
             "finish_reason": [e.finish_reason for e in episodes],
             "policy_version": torch.tensor([e.policy_version for e in episodes]),
             "prompt_length": torch.tensor(prompts),

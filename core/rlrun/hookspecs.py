@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pluggy
 
@@ -61,27 +61,24 @@ class Step:
     metrics: Mapping[str, float]  # core's metrics of this step, under their final names
 
 
-class Hooks:
+class Hooks(Protocol):
     """The hooks. "Every rank" means each training process, which may be the driver itself (launcher: local)."""
 
     @hookspec
     def plugin_info(self) -> PluginInfo:
         """Describe the plugin. Driver and every rank, once at load; each plugin answers for itself."""
-        raise NotImplementedError
 
     @hookspec
     def make_worker(self, spec: RoleSpec, layout: Layout) -> Worker:
         """Build this rank's part of the model of one role. Every rank, once a role and stage; collective.
 
         Called only on the plugin that provides `spec.backend`, which must return a Worker."""
-        raise NotImplementedError
 
     @hookspec
     def patch_attention(self, model: nn.Module, spec: RoleSpec, mesh: DeviceMesh) -> SequenceParallel | None:
         """Let one sequence span ranks. Every rank, once a role, after the model is built and before it is sharded.
 
         `mesh` has the dimensions "dp" and "sp". At most one plugin may answer with other than None."""
-        raise NotImplementedError
 
     @hookspec
     def save_checkpoint(self, worker: Worker, directory: Path, contents: Sequence[str]) -> Callable[[], None] | None:
@@ -92,14 +89,11 @@ class Hooks:
 
         Called only on the plugin that made the worker. hf_model goes to `directory / "hf"`, everything else directly into
         `directory`. A full disk may surface as OSError on any rank."""
-        raise NotImplementedError
 
     @hookspec
     def load_checkpoint(self, worker: Worker, directory: Path, contents: Sequence[str]) -> None:
         """Restore what `save_checkpoint` wrote, at any number of ranks. Every rank; collective."""
-        raise NotImplementedError
 
     @hookspec
     def compute_metrics(self, step: Step) -> dict[str, float]:
         """Further metrics of a step. Driver, once a step, all plugins; every key begins with the plugin's name and "/"."""
-        raise NotImplementedError

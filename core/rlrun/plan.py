@@ -10,13 +10,9 @@ from rlrun.plugins import Plugins
 from rlrun.rewards.pool import MODEL, reward_parts
 
 
+@user_errors()
 def dry_run(config: Config, plugins: Plugins) -> str:
     """What a run would do, short of loading models or starting ranks: placement, batch arithmetic, memory of a rank."""
-    with user_errors():
-        return _plan(config, plugins)
-
-
-def _plan(config: Config, plugins: Plugins) -> str:
     validate_resolved(config, plugins)
     resources, r = config.resources, config.rollout
     how = plugins.layout(config)
