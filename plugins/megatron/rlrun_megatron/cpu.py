@@ -1,0 +1,72 @@
+"""megatron-core where there is no GPU: a place for what it asks of one. For tests and tiny runs; never used on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class _OnCpu(TorchFunctionMode):
+    """Tensors that are made on "cuda" are made on the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = kwargs | {"device": CPU}
+        return func(*args, **kwargs)
+
+
+def _cuda_name(tensor: Tensor, *args: Any, **options: Any) -> Any:
+    """`Tensor.type`, with the names that Megatron's optimizers look for."""
+    answer = _type(tensor, *args, **options)
+    if not isinstance(answer, str) or answer.startswith("torch.cuda."):
+        return answer
+    return answer.replace("torch.", "torch.cuda.", 1)
+
+
+_type = Tensor.type
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    pass
+
+
+def _get_state(*args: Any, **options: Any) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(state: Tensor, *args: Any, **options: Any) -> None:
+    torch.set_rng_state(state)
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """While this is entered, torch.cuda speaks of the CPU. Calls of megatron-core go inside, and nothing else."""
+    import megatron.core.tensor_parallel.random as rng
+
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_device", lambda: CPU),
+        (torch.cuda, "synchronize", _nothing),
+        (torch.cuda, "get_rng_state", _get_state),
+        (torch.cuda, "set_rng_state", _set_state),
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (rng, "_get_cuda_rng_state", _get_state),
+        (rng, "_set_cuda_rng_state", _set_state),
+        (Tensor, "cuda", lambda tensor, *args, **options: tensor),
+        (Tensor, "type", _cuda_name),
+    ]
+    with ExitStack() as stack:
+        for place, name, value in changes:
+            stack.enter_context(mock.patch.object(place, name, value))
+        stack.enter_context(_OnCpu())
+        yield

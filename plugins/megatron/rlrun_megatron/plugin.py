@@ -1,0 +1,54 @@
+"""Entry module of the Megatron-core backend: what it offers and its hooks. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlrun.config.schema import opt
+from rlrun.hookspecs import API_VERSION, PluginInfo, hookimpl
+
+if TYPE_CHECKING:
+    from rlrun.workers.protocol import Layout, RoleSpec, Worker
+
+
+@dataclass
+class MegatronConfig:
+    tensor_model_parallel_size: int = opt(1, "ranks that share each layer's weights; divides the model's key-value heads", gt=0)
+    use_distributed_optimizer: bool = opt(True, "cut AdamW's state over data-parallel ranks")
+    override_transformer_config: dict[str, Any] = opt(
+        {}, "further fields of Megatron's TransformerConfig, such as recompute_granularity")
+    override_ddp_config: dict[str, Any] = opt({}, "further fields of Megatron's DistributedDataParallelConfig")
+
+
+@hookimpl
+def plugin_info() -> PluginInfo:
+    provides = {"backend": {"megatron": "rlrun_megatron.backend:Megatron"}}
+    return PluginInfo(name="megatron", api_version=API_VERSION, config=MegatronConfig, provides=provides)
+
+
+@hookimpl
+def make_worker(spec: RoleSpec, layout: Layout) -> Worker:
+    from rlrun_megatron.worker import MegatronWorker
+
+    return MegatronWorker(spec, layout)
+
+
+@hookimpl
+def save_checkpoint(worker: Worker, directory: Path, contents: Sequence[str]) -> Callable[[], None]:
+    from rlrun_megatron import checkpoint
+    from rlrun_megatron.worker import MegatronWorker
+
+    assert isinstance(worker, MegatronWorker)
+    return checkpoint.save(worker, directory, contents)
+
+
+@hookimpl
+def load_checkpoint(worker: Worker, directory: Path, contents: Sequence[str]) -> None:
+    from rlrun_megatron import checkpoint
+    from rlrun_megatron.worker import MegatronWorker
+
+    assert isinstance(worker, MegatronWorker)
+    checkpoint.load(worker, directory, contents)

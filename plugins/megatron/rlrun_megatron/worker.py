@@ -1,0 +1,280 @@
+"""One rank's part of one role's model, in Megatron-core."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlrun.batch import Atom, Batch, inverse, micro_batches, to_device
+from rlrun.metrics import Value
+from rlrun.models.attention import Packed
+from rlrun.models.loading import load_config
+from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
+from rlrun.workers.schedule import lr_factor
+from rlrun_megatron.groups import arrange
+from rlrun_megatron.layers import Row
+from rlrun_megatron.model import Stage, init_value_head, made, transformer_config
+from rlrun_megatron.plugin import MegatronConfig
+from rlrun_megatron.weights import Stream, load
+
+Sums = dict[tuple[str, Kind], Tensor]
+
+
+class MegatronWorker:
+    """A GPT model of Megatron's, cut over ranks as the configuration says.
+
+    Parameters are kept in model.dtype; of those that train and are below float32, the optimizer has a copy in float32.
+    """
+
+    def __init__(self, spec: RoleSpec, layout: Layout) -> None:
+        self.spec, self.layout = spec, layout
+        self.config = spec.config.section("megatron", MegatronConfig)
+        self.dtype: torch.dtype = getattr(torch, spec.config.model.dtype)
+        self.master = torch.promote_types(self.dtype, torch.float32)
+        path, head, trains = spec.request.path, spec.request.head, spec.request.trainable
+        assert path is not None
+        self.hf = load_config(path)
+        with self.on_device():
+            arrange(self.config, spec.config.run.seed)
+            self.transformer = transformer_config(
+                self.hf, self.config, self.dtype, trains and spec.config.model.gradient_checkpointing,
+                spec.device.type == "cuda")
+            stages = [Stage(self.hf, self.transformer, head, self.master)]
+            stored = self.dtype if trains else getattr(torch, spec.request.dtype)
+            if not load(stages, self.hf, head, path, stored) and stages[-1].post_process:
+                init_value_head(stages[-1], spec.config.run.seed)
+            self.stages = stages
+            self.stream = Stream(stages, self.hf, head, self.dtype, spec.device)
+            self.model: list[Any] = [stage.requires_grad_(trains) for stage in stages]
+            self.optimizer = self._make_optimizer() if trains else None
+            self.init_state()
+        self.updates = 0
+        """Optimizer steps taken in this stage: what the learning-rate schedule counts."""
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Where calls of Megatron find what they ask of a GPU."""
+        if self.spec.device.type == "cuda":
+            return nullcontext()
+        from rlrun_megatron.cpu import emulated
+
+        return emulated()
+
+    def _make_optimizer(self) -> ChainedOptimizer:
+        """Wrap the model for data parallelism, and make what updates it."""
+        self.optim = self.spec.request.optim or self.spec.config.actor.optim
+        adam = self.optim.name == "adamw"
+        distributed = self.config.use_distributed_optimizer and adam  # SGD has no state that could be cut
+        ddp = made(DistributedDataParallelConfig, {
+            "grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed}, self.config.override_ddp_config,
+            "megatron.override_ddp_config")
+        self.model = [DistributedDataParallel(self.transformer, ddp, stage, disable_bucketing=number > 0)
+                      for number, stage in enumerate(self.stages)]
+        self.transformer.no_sync_func = [chunk.no_sync for chunk in self.model] if len(self.model) > 1 else self.model[0].no_sync
+        self.transformer.finalize_model_grads_func = _finalize
+        config = OptimizerConfig(
+            optimizer="adam" if adam else "sgd", lr=self.optim.lr, weight_decay=self.optim.weight_decay if adam else 0.0,
+            adam_beta1=self.optim.betas[0], adam_beta2=self.optim.betas[1], adam_eps=self.optim.eps, sgd_momentum=0.0,
+            bf16=self.dtype == torch.bfloat16, params_dtype=self.dtype, use_distributed_optimizer=distributed, clip_grad=0.0)
+        # No overrides: like under other backends, weight decay is for all parameters.
+        optimizer = get_megatron_optimizer(config, self.model, config_overrides={}, use_gloo_process_groups=False)
+        assert isinstance(optimizer, ChainedOptimizer)
+        for part in optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                _load_with_step(part)
+        return optimizer
+
+    def init_state(self) -> None:
+        """Give the optimizer the state that it lacks, so that saving before the first step neither fails nor steps."""
+        if self.optimizer is None or self.optim.name != "adamw":
+            return
+        for part in self.optimizer.chained_optimizers:
+            for p in part.get_parameters():
+                state = part.optimizer.state[p]
+                # Loading gives all parameters one tensor of steps, which each of them would count up.
+                state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)).clone()
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(p))
+
+    def forward(self, batch: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
+        """See `Worker.forward`. Columns are on the CPU."""
+        plain = Batch(batch.cu_seqlens, {name: batch.tokens[name] for name in ("ids", "loss_mask")})
+        parts = self._micro_batches(plain, "sequence")
+        with torch.no_grad():
+            outputs = self._run([plain.select(rows) for rows in parts], frozenset(want), temperature, _keep_outputs, True)
+        kept = [Batch(plain.select(rows).cu_seqlens, columns) for rows, columns in zip(parts, outputs) if rows]
+        if not kept:
+            return {name: torch.zeros(0, dtype=self.master) for name in want}
+        return Batch.concat([part.to("cpu") for part in kept]).select(inverse(parts)).tokens
+
+    def update(
+        self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence",
+        keep: dict[str, Tensor] | None = None,
+    ) -> dict[str, Value]:
+        """See `Worker.update`."""
+        assert self.optimizer is not None, f"{self.spec.role} is frozen"
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = self._micro_batches(batch, atom)
+        sums: Sums = {}
+        measured = partial(_losses, loss, denominators, sums, self.spec.device)
+        outputs = self._run([batch.select(rows) for rows in parts], self.spec.want, temperature, measured, False)
+        if keep is not None and batch.num_tokens:
+            kept = [Batch(batch.select(rows).cu_seqlens, columns) for rows, columns in zip(parts, outputs) if rows]
+            keep.update(Batch.concat([part.to("cpu") for part in kept]).select(inverse(parts)).tokens)
+        return self._step() | self._reduced(sums, denominators)
+
+    def _run(self, micros: list[Batch], want: frozenset[str], temperature: float,
+             loss: Callable[[Batch, dict[str, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]],
+             forward_only: bool) -> list[dict[str, Tensor]]:
+        """Each micro-batch through the pipeline. Returns what `loss` returns of each."""
+
+        def step(batches: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any]]:
+            micro = next(batches)
+            row = self._row(micro, want, temperature)
+            output = model(row.ids[None], row.position_ids[None], None, packed_seq_params=row)
+            return output, partial(loss, micro)
+
+        with self.on_device():
+            results: list[dict[str, Tensor]] = get_forward_backward_func()(
+                forward_step_func=step, data_iterator=[iter(micros) for _ in self.model], model=self.model,
+                num_microbatches=len(micros), seq_length=1, micro_batch_size=1, forward_only=forward_only)
+        return results
+
+    def _row(self, micro: Batch, want: frozenset[str], temperature: float) -> Row:
+        """This rank's part of a micro-batch; of an empty one, tokens that nothing is computed of, so that all ranks do the
+        same."""
+        device, ids, mask, positions = self.spec.device, micro.tokens["ids"], micro.tokens["loss_mask"], micro.position_ids
+        cu_seqlens = micro.cu_seqlens
+        if micro.num_tokens == 0:
+            ids, positions, cu_seqlens = torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.tensor([0, 2])
+            mask = ids > 0
+        # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
+        targets, predicted = ids.roll(-1), mask.roll(-1)
+        chosen = predicted.nonzero()[:, 0]
+        return Row(to_device(ids, device), to_device(positions, device), to_device(chosen, device),
+                   to_device(targets[chosen], device), Packed.of(cu_seqlens, device), ids.shape[0], want, temperature)
+
+    def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
+        """Rows of each micro-batch, sorted by length (see `Packed.runs`); as many on every rank, some empty."""
+        starts = batch.cu_seqlens[:-1][batch.lengths > 0]
+        if batch.num_tokens and bool(batch.tokens["loss_mask"][starts].any()):
+            raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
+        lengths = batch.lengths.tolist()
+        parts = micro_batches(batch, self.spec.config.actor.tokens_per_micro_batch, atom)
+        count = torch.tensor(len(parts), device=self.spec.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        parts += [[]] * (int(count) - len(parts))
+        return [sorted(rows, key=lengths.__getitem__) for rows in parts]
+
+    @torch.no_grad()
+    def _step(self) -> dict[str, Value]:
+        assert self.optimizer is not None
+        lr = self.optim.lr * lr_factor(self.updates, self.optim, self.spec.total_updates)
+        with self.on_device():
+            self.optimizer.prepare_grads()
+            norm = self._grad_norm()
+            skipped = math.isinf(norm)
+            if not skipped:
+                if 0 < self.optim.clip_grad < norm:
+                    grads = [p.grad for part in self.optimizer.chained_optimizers for p in part.get_parameters()
+                             if p.grad is not None]
+                    torch._foreach_mul_(grads, self.optim.clip_grad / norm)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                self.optimizer.step_with_ready_grads()
+                self.updates += 1
+        return {"grad_norm": Value(norm), "lr": Value(lr), "skipped": Value(float(skipped))}
+
+    def _grad_norm(self) -> float:
+        """Norm of the full gradient, each parameter counted once; infinite where it is not finite."""
+        assert self.optimizer is not None
+        total = 0.0
+        for part in self.optimizer.chained_optimizers:
+            grads = part.get_main_grads_for_grad_norm()
+            square = torch.zeros((), dtype=torch.float64, device=self.spec.device)
+            if grads:
+                square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+            dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+            total += float(square)
+        return math.sqrt(total) if math.isfinite(total) else math.inf
+
+    def _reduced(self, sums: Sums, denominators: Mapping[str, float]) -> dict[str, Value]:
+        """Terms over all shards, an equal part of each for every shard, so that shards add up to the whole."""
+        local = dict(zip(sums, torch.stack([*sums.values()]).tolist() if sums else []))
+        everyones: list[dict[tuple[str, Kind], float] | None] = [local] * self.layout.ranks
+        if self.layout.ranks > 1:
+            dist.all_gather_object(everyones, local if self._reports() else None)
+        parts, shards = [part for part in everyones if part is not None], self.layout.dp
+        values = {}
+        for name, kind in dict.fromkeys(key for part in parts for key in part):
+            numbers = [part[name, kind] for part in parts if (name, kind) in part]
+            values[name] = (Value(max(numbers)) if kind == "max" else
+                            Value(math.fsum(numbers) / shards, denominators[kind] / shards))
+        return values
+
+    def _reports(self) -> bool:
+        """Whether this rank speaks for its shard: one of those that compute its loss."""
+        return parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under save_pretrained's names, in model.dtype, on this rank's device."""
+        return self.stream()
+
+    def onload(self, model: bool = True, optimizer: bool = True) -> None:
+        """See `Worker.onload`."""
+
+    def offload(self, model: bool = True, optimizer: bool = True) -> None:
+        """See `Worker.offload`: everything stays on the device."""
+
+
+def _load_with_step(optimizer: DistributedOptimizer) -> None:
+    """Let a loaded state lack the number of steps, which Megatron restores before it, but looks for in it again where the
+    optimizer is torch's AdamW."""
+    fill, held = optimizer._set_main_param_and_optimizer_states, optimizer._get_main_param_and_optimizer_states
+
+    def complete(parameter: Tensor, tensors: dict[str, Tensor]) -> None:
+        fill(parameter, {"step": held(parameter)["step"], **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = complete
+
+
+def _finalize(model: list[Any], num_tokens: Tensor | None, **options: Any) -> None:
+    """Add gradients over ranks. Losses are parts of the global one already, so nothing is divided by a number of tokens."""
+    finalize_model_grads(model, None, **options)
+
+
+def _keep_outputs(micro: Batch, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    first = next(iter(outputs.values()))
+    return first.new_zeros(()), torch.zeros((), dtype=torch.int), outputs
+
+
+def _losses(loss: Loss, denominators: Mapping[str, float], sums: Sums, device: torch.device, micro: Batch,
+            outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A micro-batch's part of the global loss, which no schedule divides where it comes with a number of tokens; its terms are
+    added to `sums`."""
+    # Zero, with a gradient of exact zeros: every rank runs the same backward, whatever its loss depends on.
+    total = torch.stack([column[:0].sum() for column in outputs.values()]).sum()
+    for name, term in (loss(outputs, micro.to(device)) if len(micro) else {}).items():
+        value, key = term.sum.detach().double(), (name, term.kind)
+        if term.kind == "max":
+            sums[key] = torch.maximum(sums.get(key, value), value)
+            continue
+        sums[key] = sums.get(key, 0.0) + value
+        if term.coef != 0.0:
+            total = total + term.sum * (term.coef / (denominators[term.kind] or 1.0))
+    return total, torch.zeros((), dtype=torch.int, device=device), {name: x.detach() for name, x in outputs.items()}

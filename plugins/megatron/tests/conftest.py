@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlrun.batch import Batch
+from rlrun.config.schema import ActorConfig, Config, ModelConfig, OptimConfig
+from rlrun.metrics import results
+from rlrun.plugins import Plugins
+from rlrun.testing.gloo import drive
+from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401
+from rlrun.testing.tiny import save_tiny
+from rlrun.workers.protocol import RoleRequest, Term
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
+KINDS = {
+    "llama": ("llama", {}), "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama3 rope": ("llama", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16}}),
+    "qwen2": ("qwen2", {}), "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}), "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 4}),
+}
+
+
+@dataclass
+class TokenLoss:
+    """A policy gradient with entropy, or a squared error of values; masked slots never read."""
+
+    kind: str = "tokens"
+
+    def __call__(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, Term]:
+        mask = batch.tokens["loss_mask"]
+        advantages = batch.tokens["advantages"][mask]
+        if "values" in outputs:
+            return {"loss": Term(((outputs["values"][mask] - advantages) ** 2).sum(), self.kind, 1.0)}
+        ratio = (outputs["log_probs"][mask] - batch.tokens["log_probs"][mask]).exp()
+        return {"loss": Term(-(ratio * advantages).sum(), self.kind, 1.0),
+                "entropy": Term(outputs["entropy"][mask].sum(), "tokens", -0.1),
+                "ratio_max": Term(ratio.detach().max() if len(ratio) else ratio.new_tensor(0.0), "max")}
+
+
+@dataclass
+class Update:
+    """What shows of one optimizer step: metrics, columns before it, those that the step kept, and the weights' movement."""
+
+    metrics: dict[str, float]
+    columns: dict[str, torch.Tensor]
+    kept: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+def make_config(path: str | Path, backend: str = "megatron", micro: int = 4096, **megatron: Any) -> Config:
+    """A config of tiny runs in float32: SGD at rate 1, so that weights move by the gradient."""
+    optim = OptimConfig(name="sgd", lr=1.0, clip_grad=0.0)
+    config = Config(plugins=[backend], model=ModelConfig(path=str(path), dtype="float32"),
+                    actor=ActorConfig(backend=backend, optim=optim, tokens_per_micro_batch=micro))
+    section = next(i for i in Plugins.load([backend]).infos if i.name == backend).config()
+    assert megatron.keys() <= {field.name for field in fields(section)}
+    vars(section).update(megatron)
+    setattr(config, backend, section)
+    return config
+
+
+def make_batch(*lengths: int, prompt: int = 2, seed: int = 0) -> Batch:
+    """Random sequences of given lengths with `prompt` tokens outside the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    total = int(cu_seqlens[-1])
+    batch = Batch(cu_seqlens, {"ids": torch.randint(2, 258, (total,), generator=generator)})
+    batch.tokens["loss_mask"] = batch.position_ids >= prompt
+    for name in ("log_probs", "advantages"):
+        batch.tokens[name] = torch.randn(total, generator=generator)
+    batch.tokens["log_probs"] -= 5.5
+    batch.sequences["group"] = torch.arange(len(lengths)) // 2
+    return batch
+
+
+def update(pool: Any, config: Config, batch: Batch, head: str = "lm", kind: str = "tokens", updates: int = 1) -> Update:
+    """Optimizer steps on a batch over all ranks of a pool, from the weights in the model's folder."""
+    def script(workers: Any, plugins: Any, config: Config) -> Update:
+        want = frozenset({"log_probs", "entropy"} if head == "lm" else {"values"})
+        workers.build("actor", RoleRequest(True, config.model.path, config.model.dtype, head), 10, want)
+        before = workers.call("weights", "actor")[0]
+        columns = workers.forward("actor", batch, want, 0.7)
+        for _ in range(updates):
+            kept: dict[str, torch.Tensor] = {}
+            metrics = results(workers.update("actor", batch, TokenLoss(kind), batch.denominators(), 0.7, keep=kept))
+        after = workers.call("weights", "actor")
+        for other in after[1:]:
+            assert all(torch.equal(other[name], weight) for name, weight in after[0].items())
+        return Update(metrics, columns, kept, {name: before[name] - weight for name, weight in after[0].items()})
+
+    result: Update = drive(pool, config, script)
+    return result
+
+
+def assert_same(got: Update, expected: Update, tolerance: float = 1e-5) -> None:
+    """Metrics and columns, and each parameter's gradient by ||a - b|| / ||b||."""
+    assert got.metrics == pytest.approx(expected.metrics, rel=tolerance, abs=tolerance)
+    for columns in ("columns", "kept"):
+        mine, theirs = getattr(got, columns), getattr(expected, columns)
+        assert mine.keys() == theirs.keys()
+        for name, column in theirs.items():
+            torch.testing.assert_close(mine[name], column, rtol=tolerance, atol=tolerance)
+    assert got.gradients.keys() == expected.gradients.keys()
+    assert sum(float(x.norm()) > 0 for x in expected.gradients.values()) > 0 or not expected.metrics["grad_norm"]
+    for name, gradient in expected.gradients.items():
+        # the bias of keys, of which attention is independent, has rounding errors for a gradient
+        size = max(float(gradient.norm()), 1e-2 * expected.metrics["grad_norm"])
+        assert (got.gradients[name] - gradient).norm() <= tolerance * size, name
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One tiny model of each kind."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (kind, sizes) in KINDS.items():
+        save_tiny(folder / name, kind, **{**SIZES, **sizes})
+    return {name: folder / name for name in KINDS}
+
+
+@pytest.fixture(scope="session")
+def tools() -> Any:
+    """The functions above, for tests (which cannot import a conftest)."""
+    import types
+
+    return types.SimpleNamespace(
+        make_config=make_config, make_batch=make_batch, update=update, assert_same=assert_same, KINDS=KINDS, SIZES=SIZES,
+        TokenLoss=TokenLoss)

@@ -1,0 +1,48 @@
+"""The same numbers as FSDP on one rank, whatever the layout: metrics, columns, gradients, their norm."""
+
+from __future__ import annotations
+
+import pytest
+
+LENGTHS = (5, 9, 3, 7, 6, 9, 2)
+
+
+@pytest.fixture(scope="module")
+def expected(models, ranks1, tools):
+    """What FSDP computes of a model, once."""
+    found = {}
+
+    def of(kind, head="lm", loss="tokens", updates=1):
+        key = kind, head, loss, updates
+        if key not in found:
+            config = tools.make_config(models[kind], "fsdp")
+            found[key] = tools.update(ranks1, config, tools.make_batch(*LENGTHS), head, loss, updates)
+        return found[key]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2 tied"])
+def test_one_rank(models, ranks1, tools, expected, kind):
+    """One rank, one micro-batch and several uneven ones."""
+    for micro in (4096, 12):
+        got = tools.update(ranks1, tools.make_config(models[kind], micro=micro), tools.make_batch(*LENGTHS))
+        tools.assert_same(got, expected(kind))
+
+
+LAYOUTS = {"dp2": {}, "tp2": {"tensor_model_parallel_size": 2}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["llama", "qwen2 tied", "qwen3", "mistral"])
+def test_two_ranks(models, ranks2, tools, expected, kind, layout):
+    """Cases 63, 68, 73: the ranks share tokens, weights, layers or heads; micro-batches are uneven."""
+    got = tools.update(ranks2, tools.make_config(models[kind], micro=12, **LAYOUTS[layout]), tools.make_batch(*LENGTHS))
+    tools.assert_same(got, expected(kind))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_value_model(models, ranks2, tools, expected, layout):
+    """A critic's values and gradients, those of its scalar head too."""
+    config = tools.make_config(models["llama"], micro=12, **LAYOUTS[layout])
+    tools.assert_same(tools.update(ranks2, config, tools.make_batch(*LENGTHS), "value"), expected("llama", "value"))
