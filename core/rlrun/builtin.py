@@ -1,7 +1,5 @@
 """What core itself provides, through the same door as any plugin."""
 
-from __future__ import annotations
-
 from rlrun.algorithms.presets import OFFLINE, PRESETS
 from rlrun.hookspecs import PluginInfo, hookimpl
 

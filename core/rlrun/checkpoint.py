@@ -1,7 +1,5 @@
 """Checkpoints on disk: written under a temporary name, flushed, renamed. The name is the proof that one is complete."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,8 +23,7 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Any]:
         """The trainer's state: stage, steps, sampler, algorithm."""
-        loaded: dict[str, Any] = json.loads((self.path / "trainer.json").read_text())
-        return loaded
+        return json.loads((self.path / "trainer.json").read_text())
 
 
 @dataclass(frozen=True)

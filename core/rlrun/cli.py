@@ -1,7 +1,5 @@
 """The command line: `rl-run CONFIG [key=value ...]`, `rl-run plugins`, `rl-run export`. Only data goes to stdout."""
 
-from __future__ import annotations
-
 import json
 import logging
 import signal

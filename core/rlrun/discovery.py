@@ -3,8 +3,6 @@
 Installed plugins are entry points of group `rlrun.plugins`; `./NAME.py` is a plugin in one file. Metadata is read for
 all of them, code only of those asked for."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.abc
 import importlib.util

@@ -1,7 +1,5 @@
 """Exit codes of `rl-run`, and the errors that users can expect: a message and a hint, no traceback."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 

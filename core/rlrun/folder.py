@@ -1,7 +1,5 @@
 """A run's folder: kept to one process, and what of it a new process goes on from."""
 
-from __future__ import annotations
-
 import fcntl
 import sys
 from collections.abc import Iterator

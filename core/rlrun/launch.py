@@ -149,8 +149,7 @@ class Run:
         return stage_steps(stage, self.sampler)
 
     def algorithm(self, stage: StageConfig) -> Algorithm:
-        algorithm: Algorithm = self.plugins.resolve("algorithm", stage.algorithm.name)(self.config, stage)
-        return algorithm
+        return self.plugins.resolve("algorithm", stage.algorithm.name)(self.config, stage)
 
     def collector(self, stage: StageConfig, algorithm: Algorithm, position: Mapping[str, Any]) -> Collector:
         """The source of a stage's batches; `position` is where an interrupted run's stood in this stage."""

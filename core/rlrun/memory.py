@@ -1,7 +1,5 @@
 """Device memory between phases: the only place that empties the allocator's cache."""
 
-from __future__ import annotations
-
 import torch
 
 

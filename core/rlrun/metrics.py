@@ -147,7 +147,7 @@ def timing_metrics(timings: Mapping[str, float], batch: Batch | None = None) -> 
 
 def performance_metrics(batch: Batch, timings: Mapping[str, float], ranks: int) -> dict[str, float]:
     """Tokens (prompts included) of a step, its seconds (`timings["step"]`, or the sum of its phases), tokens per second
-    and rank; milliseconds per token by phase; memory in use on the driver's host, in GB."""
+    and rank; memory in use on the driver's host, in GB."""
     import psutil
 
     seconds = timings["step"] if "step" in timings else sum(timings.values())
@@ -155,13 +155,11 @@ def performance_metrics(batch: Batch, timings: Mapping[str, float], ranks: int) 
         "perf/total_num_tokens": float(batch.num_tokens), "perf/time_per_step": seconds,
         "perf/throughput": batch.num_tokens / (seconds * ranks),
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 1e9,
-        **{name: value for name, value in timing_metrics(timings, batch).items() if "per_token" in name},
     }
 
 
-def validation_metrics(
-    sources: Sequence[str], questions: Sequence[Any], scores: Sequence[Mapping[str, Any]]
-) -> dict[str, float]:
+def validation_metrics(sources: Sequence[str], questions: Sequence[Any],
+                       scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """`val-core|val-aux/SOURCE/VARIABLE/METRIC`, from source, question and variables of each completion.
 
     With n completions of a question: mean@n and std@n; and for k = 2, 4, 8, ... below n, and n: best@k, worst@k and,

@@ -1,7 +1,5 @@
 """What `rl-run --dry-run` prints."""
 
-from __future__ import annotations
-
 from rlrun.config.schema import Config
 from rlrun.config.validate import validate_resolved
 from rlrun.launch import generates, prompts, stage_steps, user_errors

@@ -123,8 +123,7 @@ class Plugins:
             both = " and ".join(f"{name} ({size})" for name, size in sizes.items())
             raise ConfigError(f"more than one plugin wants to spread sequences over ranks: {both}", "set all but one to 1")
         backend = self.resolve("backend", config.actor.backend)
-        layout: Layout = backend.layout(config, config.resources.train_ranks, next(iter(sizes.values()), 1))
-        return layout
+        return backend.layout(config, config.resources.train_ranks, next(iter(sizes.values()), 1))
 
     def make_worker(self, spec: RoleSpec, layout: Layout) -> Worker:
         """Build this rank's part of a role's model, by the plugin that provides the backend."""
@@ -145,8 +144,7 @@ class Plugins:
 
     def save_checkpoint(self, worker: Worker, directory: Path, contents: Sequence[str]) -> Callable[[], None] | None:
         """Write a worker's state, by the plugin that made it, or copy it: what is returned then writes."""
-        write: Callable[[], None] | None = self._checkpoint("save_checkpoint", worker, directory, contents)
-        return write
+        return self._checkpoint("save_checkpoint", worker, directory, contents)
 
     def load_checkpoint(self, worker: Worker, directory: Path, contents: Sequence[str]) -> None:
         """Restore a worker's state, by the plugin that made it."""

@@ -131,8 +131,7 @@ class Trainer:
                     continue
                 for role, loss in losses.items():
                     with self._phase(f"update_{role}"):
-                        update = self.run.workers.update(
-                            role, mini, loss, denominators, algorithm.temperature, algorithm.atom)
+                        update = self.run.workers.update(role, mini, loss, denominators, algorithm.temperature, algorithm.atom)
                     self._count_skips(role, update)
                     parts.append(of_role(role, update))
                 batch.tokens.pop("gap_mask", None)  # from the second update on, the trainer's policy has moved

@@ -3,8 +3,6 @@
 Group estimators give 0 to a group of one and to a group of equal rewards. A deviation that is only rounding noise is never
 divided by: equality is found by comparison, and computed in float64."""
 
-from __future__ import annotations
-
 from math import comb
 
 import torch

@@ -1,7 +1,5 @@
 """Weights of the KL to the reference and of the entropy bonus: fixed, or moved towards a target."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -3,8 +3,6 @@
 Weights are pi_old / mu, trainer's old policy over engine. After Yao et al. 2025, "Your efficient RL framework secretly brings you
 off-policy RL training" (truncated importance sampling), and, for sequences, Liu et al. 2025, "When speed kills stability"."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Direct preference optimization: a preferred and a rejected answer of each prompt, no reward and no generation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

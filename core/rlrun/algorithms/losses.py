@@ -2,8 +2,6 @@
 
 Every loss selects by `loss_mask` before it computes, so nothing outside the mask (NaN included) reaches a value or gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Every online algorithm of core: one class, whose parts the configuration chooses; `presets.py` names the known combinations."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache

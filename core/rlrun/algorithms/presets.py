@@ -2,8 +2,6 @@
 
 All are `PolicyAlgorithm`. A field that a preset does not set has its default. Import-light. See docs/algorithms.md."""
 
-from __future__ import annotations
-
 PRESETS: dict[str, dict[str, object]] = {
     "grpo": {"advantage": "grpo"},
     "dr_grpo": {"advantage": "grpo", "scale_rewards": False, "loss_aggregation": "seq_mean_constant"},

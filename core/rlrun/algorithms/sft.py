@@ -1,7 +1,5 @@
 """Supervised fine-tuning on the samples' reference answers: a warm start for RL, or a run of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rlrun.algorithms.base import Algorithm

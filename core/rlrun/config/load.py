@@ -1,7 +1,5 @@
 """From a YAML file and overrides to a checked configuration: plugin list, schema, values, validation, in this order."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

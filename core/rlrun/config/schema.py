@@ -3,8 +3,6 @@
 The dataclasses become OmegaConf structured configs, so unknown keys and wrong types fail on loading. What a single
 value may be stands here, beside the key (`opt`); what combinations of values may be stands in `validate.py`."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar

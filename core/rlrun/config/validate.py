@@ -1,7 +1,5 @@
 """What values may be, alone and together. Problems are found before any model is loaded, and told all at once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass

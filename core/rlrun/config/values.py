@@ -3,8 +3,6 @@
 A scalar is converted from its text by the type of its key, never guessed from its look: `path: 1e-5`, `name: 007` and
 `name: yes` stay text, `lr: 1e-5` is a float, `kl_in: off` is no boolean. Only open mappings (Any) follow YAML's rules."""
 
-from __future__ import annotations
-
 import re
 import types
 from collections.abc import Sequence

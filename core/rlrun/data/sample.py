@@ -1,7 +1,5 @@
 """One prompt with its reference answer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

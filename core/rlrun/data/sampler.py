@@ -1,7 +1,5 @@
 """Which prompts come next: several weighted sources, shuffled anew in every epoch, resumable at any draw."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

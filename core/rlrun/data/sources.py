@@ -1,7 +1,5 @@
 """Where prompts come from: files, Hugging Face datasets on disk, reasoning-gym generators. All end as `Row`s."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an environment implements: answers to what the policy says, until an episode is over."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

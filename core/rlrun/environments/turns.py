@@ -1,7 +1,5 @@
 """Conversations as token streams: what the policy drew is kept token by token, what is put between is encoded alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Log-probabilities and entropies of chosen tokens from hidden states, without ever holding all logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,18 +12,9 @@ from torch.autograd.function import once_differentiable
 
 
 def chosen_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    entropy: bool = False,
-    chunk: int | None = None,
-    compiled: bool = False,
-    group: dist.ProcessGroup | None = None,
-    first: int = 0,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float = 1.0, scale: float = 1.0,
+    softcap: float | None = None, entropy: bool = False, chunk: int | None = None, compiled: bool = False,
+    group: dist.ProcessGroup | None = None, first: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and the entropy, of softmax(logits / temperature); with gradient.
 

@@ -1,7 +1,5 @@
 """Reward from a function of the user's."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

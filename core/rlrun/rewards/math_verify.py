@@ -1,7 +1,5 @@
 """Reward from mathematical equality of the answers, by the library math_verify."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

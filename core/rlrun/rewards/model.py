@@ -1,7 +1,5 @@
 """Reward from a model: a sequence classifier with one output, frozen, on the ranks as role `rm`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

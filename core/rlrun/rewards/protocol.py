@@ -1,7 +1,5 @@
 """What a reward implements: a score for one completion."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

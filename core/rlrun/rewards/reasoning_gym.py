@@ -1,7 +1,5 @@
 """Reward from the scorer of the reasoning-gym dataset that a sample comes from, and the same as an environment of one turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What runs in a scoring process: made once, then called with samples. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import importlib

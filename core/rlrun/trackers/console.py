@@ -1,7 +1,5 @@
 """What a person sees of a run, on stderr: a live line on a terminal, else one plain line a step."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +28,7 @@ class Console:
             self.live = Progress(
                 TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
                 TextColumn("{task.fields[phase]}"), TimeElapsedColumn(), TimeRemainingColumn(), console=terminal,
-                redirect_stdout=False,
-            )
+                redirect_stdout=False)
             self.task = self.live.add_task("", total=total_steps or None, completed=resumed_step, phase="")
             self.live.start()
 

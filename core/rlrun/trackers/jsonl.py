@@ -1,7 +1,5 @@
 """metrics.jsonl: one JSON object a line, with its `step`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What a tracker implements: metrics go somewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """TensorBoard event files in RUN/tensorboard."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

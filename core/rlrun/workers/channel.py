@@ -1,7 +1,5 @@
 """Weights from the first training rank to ranks that only generate, whatever the backend and the engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -56,8 +54,7 @@ class WeightChannel:
         self.headers.broadcast(length, 0).wait()
         text = text if entries is not None else torch.empty(int(length), dtype=torch.uint8)
         self.headers.broadcast(text, 0).wait()
-        found: list[tuple[str, str, list[int]]] = json.loads(bytes(text.tolist()))
-        return found
+        return json.loads(bytes(text.tolist()))
 
 
 def buckets(items: Iterable[Item], nbytes: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:

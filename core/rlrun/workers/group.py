@@ -1,7 +1,5 @@
 """The driver's view of all ranks: whole batches in, whole batches out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path

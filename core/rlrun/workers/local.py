@@ -1,7 +1,5 @@
 """The one rank of `launcher: local`, in the driver's own process: the same code without Ray, for debugging."""
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,13 +1,11 @@
 """One device's process: its part of every role, and the engine. The same code under Ray and in the driver's process."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -122,9 +120,16 @@ class Rank:
     def sync_weights(self, version: int) -> None:
         """Give the actor's weights to the engine, here or over the channel; every rank takes part. Memory is given back
         before each of the engine's own demands for it."""
-        weights = self._use("actor").weights() if self.rank < self.config.resources.train_ranks else self._received()
+        if self.rank < self.config.resources.train_ranks:
+            weights = self._use("actor").weights()
+        else:
+            assert self.channel is not None
+            weights = self.channel.receive()
         if self.engine is None:
-            self._send(weights)
+            if self.channel is not None:
+                self.channel.send(weights)
+            for _ in weights:  # on the other ranks: gathering takes all of them
+                pass
             return
         empty_cache(self.device)
         self.engine.wake(["weights"])
@@ -132,16 +137,6 @@ class Rank:
         self._use(None)
         empty_cache(self.device)
         self.engine.wake(["kv_cache"])
-
-    def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self.channel is not None
-        return self.channel.receive()
-
-    def _send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if self.channel is not None:
-            self.channel.send(weights)
-        for _ in weights:  # on the other ranks: gathering takes all of them
-            pass
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         assert self.engine is not None

@@ -1,7 +1,5 @@
 """Ranks as Ray actors: placed so that all fit or none starts, watched, and ended with the run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Learning rate over the updates of a stage."""
 
-from __future__ import annotations
-
 import math
 
 from rlrun.config.schema import OptimConfig
