@@ -1,7 +1,5 @@
 """Hands the loop its next batch: prompts -> rollout -> rewards -> selection; or, offline, prompts with given completions."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,24 +7,22 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from rlrun.algorithms.base import Algorithm
 from rlrun.batch import Batch
+from rlrun.config.schema import Config, StageConfig
 from rlrun.data.prompts import encode_answer
+from rlrun.data.sample import Sample
+from rlrun.data.sampler import Sampler
 from rlrun.environments.turns import Episode
+from rlrun.generation import Generator, Rollouts
 from rlrun.metrics import Value, statistics
 from rlrun.partial import PartialRollouts
-
-if TYPE_CHECKING:
-    from rlrun.algorithms.base import Algorithm
-    from rlrun.config.schema import Config, StageConfig
-    from rlrun.data.sample import Sample
-    from rlrun.data.sampler import Sampler
-    from rlrun.generation import Generator, Rollouts
-    from rlrun.rewards.protocol import Score
-    from rlrun.rollout.protocol import SamplingParams
+from rlrun.rewards.protocol import Score
+from rlrun.rollout.protocol import SamplingParams
 
 log = logging.getLogger(__name__)
 

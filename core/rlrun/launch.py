@@ -225,9 +225,8 @@ class Run:
     def phase(self, name: str) -> None:
         """Say what the run is doing now, to trackers that show it."""
         for tracker in self.trackers:
-            show = getattr(tracker, "phase", None)
-            if show is not None:
-                show(name)
+            if hasattr(tracker, "phase"):
+                tracker.phase(name)
 
     def close(self) -> None:
         """End trackers, ranks and scoring processes, whatever of them there is; called on every way out."""

@@ -10,18 +10,15 @@ import importlib.util
 import inspect
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from rlrun.batch import to_device
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 NAME = "rlrun_packed"
 

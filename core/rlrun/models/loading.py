@@ -1,37 +1,36 @@
 """Models and tokenizers from folders, and back: the layout of save_pretrained, with a value head beside it."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlrun.models.policy import PolicyModel, check_logits
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
 VALUE_HEAD = "value_head.safetensors"
+_AUTO: dict[str, Any] = {"lm": transformers.AutoModelForCausalLM, "value": transformers.AutoModel,
+                         "score": transformers.AutoModelForSequenceClassification}
 _NOISE = re.compile(r"drop(out)?(_|$)|pdrop|layerdrop|router_jitter_noise")
 
 
-def load_config(path: str) -> PretrainedConfig:
+def load_config(path: str) -> transformers.PretrainedConfig:
     """A folder's model config, with dropout and router noise set to 0: log-probabilities must not be random in RL."""
-    from transformers import AutoConfig
-
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is not a model folder: it has no config.json")
-    config = AutoConfig.from_pretrained(path)
+    config = transformers.AutoConfig.from_pretrained(path)
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         noisy = {k: v for k, v in part.to_dict().items() if _NOISE.search(k) and isinstance(v, float) and v > 0}
         for key in noisy:
@@ -41,16 +40,10 @@ def load_config(path: str) -> PretrainedConfig:
     return config
 
 
-def _auto(head: Literal["lm", "value", "score"]) -> Any:
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    return {"lm": AutoModelForCausalLM, "value": AutoModel, "score": AutoModelForSequenceClassification}[head]
-
-
 def empty_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.dtype) -> PolicyModel:
     """The model of a folder without its weights: on the meta device, tied parameters tied."""
     with torch.device("meta"):
-        model = _auto(head).from_config(load_config(path), dtype=dtype)
+        model = _AUTO[head].from_config(load_config(path), dtype=dtype)
         model.tie_weights()
         return PolicyModel(model.eval(), head).eval()
 
@@ -61,7 +54,7 @@ def load_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.d
     A value model comes from a folder that `export` wrote, or from any causal language model with a fresh head drawn
     from `seed`; "score" is a sequence classifier with one output. Raises ValueError where weights are missing or the
     architecture is not supported."""
-    model, info = _auto(head).from_pretrained(path, config=load_config(path), dtype=dtype, output_loading_info=True)
+    model, info = _AUTO[head].from_pretrained(path, config=load_config(path), dtype=dtype, output_loading_info=True)
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"{path}: weights missing or of another shape: "
                          f"{sorted([*info['missing_keys'], *map(str, info['mismatched_keys'])])[:5]}")
@@ -77,32 +70,26 @@ def load_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.d
     return policy
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str) -> transformers.PreTrainedTokenizerBase:
     """A folder's tokenizer, with its chat template."""
-    from transformers import AutoTokenizer
-
     if not Path(path).is_dir():
         raise ValueError(f"{path} is not a folder with a tokenizer")
-    return AutoTokenizer.from_pretrained(path)
+    return transformers.AutoTokenizer.from_pretrained(path)
 
 
 def parameter_count(path: str) -> int:
     """Parameters of a folder's causal language model, tied ones once, without loading weights."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(path))
+        model = transformers.AutoModelForCausalLM.from_config(load_config(path))
         model.tie_weights()
     return sum(p.numel() for p in model.parameters())
 
 
-def eos_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def eos_ids(path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All ids that end a sequence: those of generation_config.json, config.json and the tokenizer, each once."""
-    from transformers import AutoConfig, GenerationConfig
-
-    sources = [AutoConfig.from_pretrained(path).get_text_config().eos_token_id, tokenizer.eos_token_id]
+    sources = [transformers.AutoConfig.from_pretrained(path).get_text_config().eos_token_id, tokenizer.eos_token_id]
     if (Path(path) / "generation_config.json").is_file():
-        sources.insert(0, GenerationConfig.from_pretrained(path).eos_token_id)
+        sources.insert(0, transformers.GenerationConfig.from_pretrained(path).eos_token_id)
     flat = [i for ids in sources if ids is not None for i in (ids if isinstance(ids, list) else [ids])]
     return tuple(dict.fromkeys(flat))
 
@@ -112,9 +99,6 @@ def saved_weights(policy: PolicyModel, whole: Callable[[Sequence[Tensor]], Itera
 
     `whole` makes whole tensors of parameters, in the dtype to write. It is called in the same order on every rank, with all
     of them, or with those of one layer where an architecture's files differ from its modules (fused experts)."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import revert_weight_conversion
-
     model = policy.model
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     state = [(name.replace(".base_layer.", "."), x) for name, x in model.state_dict(keep_vars=True).items()
@@ -136,16 +120,13 @@ def export(weights: Iterable[tuple[str, Tensor]], directory: Path, source: str, 
     generation config of folder `source`, the tokenizer of folder `tokenizer` with its chat template.
 
     Takes all of `weights` into memory first, so that ranks which gather them are not left waiting where writing fails."""
-    from huggingface_hub import save_torch_state_dict
-    from transformers import AutoConfig
-
     state = {name: _alone(tensor.cpu()) for name, tensor in weights}
     head = {name.removeprefix("value_head."): state.pop(name) for name in list(state) if name.startswith("value_head.")}
     directory.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(state, directory, filename_pattern="model{suffix}.safetensors")
     if head:
         save_file(head, directory / VALUE_HEAD)
-    config = AutoConfig.from_pretrained(source)
+    config = transformers.AutoConfig.from_pretrained(source)
     config.dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     config.save_pretrained(directory)
     if (Path(source) / "generation_config.json").is_file():

@@ -1,23 +1,18 @@
 """PolicyModel: the root module of every role. Packed ids in; log-probabilities, entropies and values out."""
 
-from __future__ import annotations
-
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlrun.batch import to_device
 from rlrun.models.attention import Packed, enable_packed_attention
 from rlrun.models.log_probs import chosen_log_probs
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from rlrun.workers.protocol import SequenceParallel
+from rlrun.workers.protocol import SequenceParallel
 
 OUTPUTS = {"lm": frozenset({"log_probs", "entropy"}), "value": frozenset({"values"}), "score": frozenset({"values"})}
 """What a model with each kind of head computes."""
