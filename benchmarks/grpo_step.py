@@ -109,6 +109,7 @@ def ours(steps: int) -> dict[str, Any]:
 def trl() -> dict[str, Any]:
     """Steps of TRL's GRPOTrainer at the fastest settings that its documentation gives for one GPU."""
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
 
     def letters(completions: list[str], **_: Any) -> list[float]:
@@ -124,7 +125,7 @@ def trl() -> dict[str, Any]:
         logging_steps=1, model_init_kwargs={"dtype": "float32"}, optim="adamw_torch_fused",
     )
     trainer = GRPOTrainer(model=str(MODEL), reward_funcs=letters, args=args,
-                          train_dataset=Dataset.from_dict({"prompt": prompts(0, PROMPTS * 8)}))
+                          train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts(0, PROMPTS * 8)}), fingerprint="prompts"))
     trainer.train()
     return {"seconds": [row["step_time"] for row in trainer.state.log_history if "step_time" in row][1:]}
 

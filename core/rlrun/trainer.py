@@ -116,7 +116,8 @@ class Trainer:
 
     def _step(self, stage: StageConfig, algorithm: Algorithm, collector: Collector) -> dict[str, float]:
         batch, collected = collector.next(self.step, self._phase, self.stage_step + 1 == self.total)
-        self.run.workers.sleep()
+        with self._phase("sleep"):
+            self.run.workers.sleep()
         self._maybe_stop()
         if batch is None:
             return results(self._empty(stage, collected))

@@ -113,7 +113,8 @@ class VllmRollout:
         """Nothing survives: weights always come anew (vLLM's level 2)."""
         self.policy_version = -1
         if self.device.type == "cuda":
-            self.llm.sleep(level=2)
+            with _frozen_heap():  # vLLM collects garbage
+                self.llm.sleep(level=2)
             self.asleep = {"weights", "kv_cache"}
             empty_cache(self.device)
 
