@@ -124,8 +124,8 @@ def trl() -> dict[str, Any]:
         learning_rate=1e-6, bf16=CUDA, gradient_checkpointing=False, max_steps=4, report_to=[], save_strategy="no",
         logging_steps=1, model_init_kwargs={"dtype": "float32"}, optim="adamw_torch_fused",
     )
-    trainer = GRPOTrainer(model=str(MODEL), reward_funcs=letters, args=args,
-                          train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts(0, PROMPTS * 8)}), fingerprint="prompts"))
+    rows = Dataset(InMemoryTable.from_pydict({"prompt": prompts(0, PROMPTS * 8)}), fingerprint="prompts")
+    trainer = GRPOTrainer(model=str(MODEL), reward_funcs=letters, args=args, train_dataset=rows)
     trainer.train()
     return {"seconds": [row["step_time"] for row in trainer.state.log_history if "step_time" in row][1:]}
 
