@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -37,6 +37,23 @@ def _cuda_name(tensor: Tensor, *args: Any, **options: Any) -> Any:
 _type = Tensor.type
 
 
+class _Stream:
+    """All work is in order already."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+
+_STREAM = _Stream()
+
+
+def _stream(*args: Any, **options: Any) -> _Stream:
+    return _STREAM
+
+
 def _nothing(*args: Any, **options: Any) -> None:
     pass
 
@@ -57,6 +74,9 @@ def emulated() -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", _nothing),
+        (torch.cuda, "Stream", _stream),
+        (torch.cuda, "stream", nullcontext),
+        (torch.cuda, "current_stream", _stream),
         (torch.cuda, "get_rng_state", _get_state),
         (torch.cuda, "set_rng_state", _set_state),
         (torch.cuda, "manual_seed", torch.manual_seed),

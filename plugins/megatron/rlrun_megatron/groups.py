@@ -20,6 +20,10 @@ def arrange(config: MegatronConfig, seed: int) -> None:
     if _arranged is not None:
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_model_parallel_size, create_gloo_process_groups=False)
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size, expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     _arranged = world, config

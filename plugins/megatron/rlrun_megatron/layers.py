@@ -17,6 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from rlrun.models.attention import Packed, attend
+from rlrun_megatron.context import to_heads, to_tokens
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class PackedAttention(MegatronModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Row,
                 **_: Any) -> Tensor:
         """[T, 1, H, D] and twice [T, 1, H_kv, D] -> [T, 1, H * D]."""
-        output = attend(query[:, 0], key[:, 0], value[:, 0], packed_seq_params.packed, self.scale, self.window)
-        return output.flatten(1)[:, None]
+        parts, spread = (query[:, 0], key[:, 0], value[:, 0]), self.config.context_parallel_size > 1
+        output = attend(*(to_heads(*parts) if spread else parts), packed_seq_params.packed, self.scale, self.window)
+        return (to_tokens(output) if spread else output).flatten(1)[:, None]
 
 
 class RMSNorm(nn.Module):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 
 from rlrun.models.log_probs import chosen_log_probs
 from rlrun.models.policy import OUTPUTS
+from rlrun_megatron.backend import SIZES
+from rlrun_megatron.context import whole_row
+from rlrun_megatron.families import check_sizes, family_of, head_size
 from rlrun_megatron.layers import RMSNorm, Row, layer_spec
 from rlrun_megatron.plugin import MegatronConfig
 
@@ -25,48 +27,11 @@ if TYPE_CHECKING:
 Head = Literal["lm", "value", "score"]
 
 
-@dataclass(frozen=True)
-class Family:
-    """What sets one family of models apart from Llama."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-
-FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(qkv_bias=True), "qwen3": Family(qk_norm=True)}
-"""By `model_type`."""
-_ROPES = ("default", "linear", "llama3")
-
-
-def family_of(hf: PretrainedConfig) -> Family:
-    """Raises ValueError for models that this backend cannot build."""
-    if hf.model_type not in FAMILIES:
-        raise ValueError(f"the megatron backend has no {hf.model_type!r} models; it has {', '.join(FAMILIES)}: take another "
-                         "backend")
-    refused = {
-        f"hidden_act {hf.hidden_act!r}": hf.hidden_act != "silu",
-        "attention_bias": getattr(hf, "attention_bias", False),
-        "mlp_bias": getattr(hf, "mlp_bias", False),
-        f"rope_type {hf.rope_parameters['rope_type']!r}": hf.rope_parameters["rope_type"] not in _ROPES,
-    }
-    for what, found in refused.items():
-        if found:
-            raise ValueError(f"the megatron backend does not support {what} of a {hf.model_type} model: take another backend")
-    return FAMILIES[hf.model_type]
-
-
-def head_size(hf: PretrainedConfig) -> int:
-    size: int = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    return size
-
-
 def transformer_config(hf: PretrainedConfig, config: MegatronConfig, dtype: torch.dtype, recompute: bool,
                        fused: bool) -> TransformerConfig:
     """Megatron's configuration of a model. Raises ValueError where sizes do not fit or an override is wrong."""
-    family, tp = family_of(hf), config.tensor_model_parallel_size
-    for name in ("num_key_value_heads", "intermediate_size"):
-        if getattr(hf, name) % tp:
-            raise ValueError(f"megatron.tensor_model_parallel_size = {tp} must divide the model's {name} = {getattr(hf, name)}")
+    check_sizes(hf, config)
+    family, turns = family_of(hf), config.virtual_pipeline_model_parallel_size is not None
     fields: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers, "hidden_size": hf.hidden_size, "ffn_hidden_size": hf.intermediate_size,
         "num_attention_heads": hf.num_attention_heads, "num_query_groups": hf.num_key_value_heads,
@@ -74,11 +39,22 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, dtype: torc
         "add_bias_linear": False, "add_qkv_bias": family.qkv_bias, "qk_layernorm": family.qk_norm,
         "gated_linear_unit": True, "activation_func": F.silu, "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "params_dtype": dtype, "bf16": dtype == torch.bfloat16, "pipeline_dtype": dtype,
-        "tensor_model_parallel_size": tp, "variable_seq_lengths": True, "perform_initialization": False,
+        **{key: getattr(config, key) for key in SIZES},
+        # Two stages that take turns are one another's neighbours on both sides: what they exchange must be of one shape, and
+        # not in one batch.
+        "variable_seq_lengths": not turns, "overlap_p2p_comm": turns, "batch_p2p_comm": not turns,
+        "deallocate_pipeline_outputs": fused or not turns,  # gloo still reads what NCCL has in its queue
+        "perform_initialization": False,
         "moe_token_dispatcher_type": "alltoall",
         "calculate_per_token_loss": True, "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
         "bias_activation_fusion": fused, "bias_dropout_fusion": fused,
     }
+    if family.experts:
+        fields |= {
+            "num_moe_experts": hf.num_experts, "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_router_topk": hf.num_experts_per_tok, "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp32",
+        }
     if recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     key = "megatron.override_transformer_config"
@@ -105,13 +81,16 @@ def padded_vocabulary(hf: PretrainedConfig, tp: int) -> int:
 class Stage(GPTModel):
     """A pipeline stage: hidden states out, or of the last one the outputs of the model's head."""
 
-    def __init__(self, hf: PretrainedConfig, config: TransformerConfig, head: Head, master: torch.dtype) -> None:
+    def __init__(self, hf: PretrainedConfig, config: TransformerConfig, head: Head, master: torch.dtype,
+                 vp_stage: int | None = None) -> None:
         tp = parallel_state.get_tensor_model_parallel_group()
-        layers = [layer_spec(config)] * get_num_layers_to_build(config)
+        layers = [layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
         super().__init__(
             config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
             padded_vocabulary(hf, tp.size()), hf.max_position_embeddings,
-            share_embeddings_and_output_weights=hf.tie_word_embeddings and head == "lm", position_embedding_type="none")
+            share_embeddings_and_output_weights=hf.tie_word_embeddings and head == "lm", position_embedding_type="none",
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage), vp_stage=vp_stage)
         self.head = head
         self.vocabulary: int = hf.vocab_size
         device = torch.cuda.current_device()
@@ -130,13 +109,16 @@ class Stage(GPTModel):
         row = packed_seq_params
         if not self.post_process:
             return hidden_states
-        hidden = hidden_states
-        if self.head == "lm":
+        # Each rank's part of the vocabulary has its part of the gradient; a scalar head has the whole on every rank.
+        hidden, parts = hidden_states, self.head == "lm"
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=parts)
+        elif parts:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         outputs = {}
         for name, values in self._outputs(hidden[:, 0].index_select(0, row.chosen), row).items():
             column = values.new_zeros(row.ids.shape[0]).index_put((row.chosen,), values)
-            outputs[name] = column.roll(1)[:row.total]
+            outputs[name] = whole_row(column).roll(1)[:row.total]
         return outputs
 
     def _outputs(self, hidden: Tensor, row: Row) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 from rlrun.config.schema import opt
 from rlrun.hookspecs import API_VERSION, PluginInfo, hookimpl
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 @dataclass
 class MegatronConfig:
     tensor_model_parallel_size: int = opt(1, "ranks that share each layer's weights; divides the model's key-value heads", gt=0)
+    sequence_parallel: bool = opt(False, "these ranks also share the tokens between those layers; needs more than one of them")
+    pipeline_model_parallel_size: int = opt(1, "stages that layers are cut into; divides the model's layers", gt=0)
+    virtual_pipeline_model_parallel_size: Optional[int] = opt(
+        None, "pieces of layers in each stage, which take turns (interleaved schedule); default: one", gt=1)
+    context_parallel_size: int = opt(1, "ranks that share each row of tokens, and attention's heads", gt=0)
+    expert_model_parallel_size: int = opt(1, "ranks that share the experts of each layer", gt=0)
+    expert_tensor_parallel_size: Optional[int] = opt(
+        None, "ranks that share each expert's weights; default: tensor_model_parallel_size", gt=0)
     use_distributed_optimizer: bool = opt(True, "cut AdamW's state over data-parallel ranks")
     override_transformer_config: dict[str, Any] = opt(
         {}, "further fields of Megatron's TransformerConfig, such as recompute_granularity")
@@ -31,7 +39,11 @@ def plugin_info() -> PluginInfo:
 
 @hookimpl
 def make_worker(spec: RoleSpec, layout: Layout) -> Worker:
-    from rlrun_megatron.worker import MegatronWorker
+    import warnings
+
+    with warnings.catch_warnings():  # of what is not installed and not needed
+        warnings.simplefilter("ignore")
+        from rlrun_megatron.worker import MegatronWorker
 
     return MegatronWorker(spec, layout)
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from rlrun.models.loading import VALUE_HEAD
 from rlrun.workers.channel import BUCKET_BYTES, buckets
-from rlrun_megatron.model import Head, Stage, family_of, head_size
+from rlrun_megatron.families import family_of, head_size
+from rlrun_megatron.model import Head, Stage
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,6 +37,15 @@ class Rule:
     """Where each is cut over tensor-parallel ranks, in equal parts, of which the last may be filled up."""
     group: tuple[int, ...] = ()
     """Rows of each tensor that stand together, group by group; default: one tensor behind the other."""
+    expert: int | None = None
+    """Of which expert; None: of no one."""
+
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """Those that it is cut over."""
+        if self.expert is None:
+            return parallel_state.get_tensor_model_parallel_group()
+        return parallel_state.get_expert_tensor_parallel_group()
 
     def part(self, shape: Sequence[int], rank: int, ranks: int) -> tuple[slice, ...]:
         """Where a rank's part of a tensor of this shape lies."""
@@ -61,7 +72,7 @@ class Rule:
 def rules(hf: PretrainedConfig, head: Head) -> dict[str, Rule]:
     """By Megatron's names, with layers counted over all stages, in the order of the weight stream."""
     family, hidden, size = family_of(hf), hf.hidden_size, head_size(hf)
-    queries, keys, mlp = hf.num_attention_heads * size, hf.num_key_value_heads * size, hf.intermediate_size
+    queries, keys = hf.num_attention_heads * size, hf.num_key_value_heads * size
     group = (queries // hf.num_key_value_heads, size, size)
     prefix = "" if head == "value" else "model."
     found = {"embedding.word_embeddings.weight": Rule((f"{prefix}embed_tokens.weight",), ((hf.vocab_size, hidden),), 0)}
@@ -78,9 +89,13 @@ def rules(hf: PretrainedConfig, head: Head) -> dict[str, Rule]:
             for x in "qk":
                 found[f"{here}self_attention.{x}_layernorm.weight"] = Rule((f"{attention}{x}_norm.weight",), ((size,),))
         found[here + "self_attention.linear_proj.weight"] = Rule((attention + "o_proj.weight",), ((hidden, queries),), 1)
-        found[here + "mlp.linear_fc1.weight"] = Rule(
-            (there + "mlp.gate_proj.weight", there + "mlp.up_proj.weight"), ((mlp, hidden),) * 2, 0)
-        found[here + "mlp.linear_fc2.weight"] = Rule((there + "mlp.down_proj.weight",), ((hidden, mlp),), 1)
+        if family.experts:
+            found[here + "mlp.router.weight"] = Rule((there + "mlp.gate.weight",), ((hf.num_experts, hidden),))
+            for expert in range(hf.num_experts):
+                inner = f"mlp.experts.{expert}."
+                found |= _mlp(f"{here}{inner}", f"{there}{inner}", hidden, hf.moe_intermediate_size, expert)
+        else:
+            found |= _mlp(f"{here}mlp.", f"{there}mlp.", hidden, hf.intermediate_size)
         found[here + "input_layernorm.weight"] = Rule((there + "input_layernorm.weight",), ((hidden,),))
         found[here + "pre_mlp_layernorm.weight"] = Rule((there + "post_attention_layernorm.weight",), ((hidden,),))
     found["decoder.final_layernorm.weight"] = Rule((f"{prefix}norm.weight",), ((hidden,),))
@@ -94,14 +109,27 @@ def rules(hf: PretrainedConfig, head: Head) -> dict[str, Rule]:
     return found
 
 
+def _mlp(here: str, there: str, hidden: int, size: int, expert: int | None = None) -> dict[str, Rule]:
+    return {
+        here + "linear_fc1.weight": Rule(
+            (there + "gate_proj.weight", there + "up_proj.weight"), ((size, hidden),) * 2, 0, expert=expert),
+        here + "linear_fc2.weight": Rule((there + "down_proj.weight",), ((hidden, size),), 1, expert=expert),
+    }
+
+
 def local_parameters(stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """This rank's parameters under names with layers counted over all stages."""
+    """This rank's parameters under names with layers and experts counted over all ranks."""
     found: dict[str, Tensor] = {}
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if name.startswith("decoder.layers."):
                 number, rest = name.removeprefix("decoder.layers.").split(".", 1)
-                name = f"decoder.layers.{stage.decoder.layers[int(number)].layer_number - 1}.{rest}"
+                layer = stage.decoder.layers[int(number)]
+                if rest.startswith("mlp.experts.local_experts."):
+                    local, inner = rest.removeprefix("mlp.experts.local_experts.").split(".", 1)
+                    rest = f"mlp.experts.{expert_rank * layer.mlp.num_local_experts + int(local)}.{inner}"
+                name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
             found[name] = parameter
     return found
 
@@ -139,7 +167,6 @@ def load(stages: Sequence[Stage], hf: PretrainedConfig, head: Head, path: str, s
 
     Raises ValueError for tensors that are missing, of another shape, or of no use to the model.
     """
-    tp = parallel_state.get_tensor_model_parallel_group()
     parameters = local_parameters(stages)
     with ExitStack() as closing:
         files = Files(path, closing)
@@ -158,7 +185,7 @@ def load(stages: Sequence[Stage], hf: PretrainedConfig, head: Head, path: str, s
             parameter.tensor_model_parallel = rule.dim is not None  # type: ignore[attr-defined]
             if fresh and name.startswith("output_layer."):
                 continue
-            parts = [files.read(renamed.get(n, n), shape, rule.part(shape, tp.rank(), tp.size()))
+            parts = [files.read(renamed.get(n, n), shape, rule.part(shape, rule.ranks.rank(), rule.ranks.size()))
                      for n, shape in zip(rule.names, rule.shapes)]
             whole = rule.join(parts).to(stored)
             parameter[:len(whole)] = whole
@@ -173,34 +200,68 @@ class Stream:
                  device: torch.device) -> None:
         self.stages, self.dtype, self.device = stages, dtype, device
         self.rules = rules(hf, head)
-        mine = {name: tuple(x.shape) for name, x in local_parameters(stages).items() if name in self.rules}
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        everyones: list[Any] = [None] * pipeline.size()
-        dist.all_gather_object(everyones, mine, group=pipeline)
-        self.owners = {name: (rank, shapes[name]) for rank, shapes in enumerate(everyones) for name in shapes}
+        self.pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self.experts = parallel_state.get_expert_model_parallel_group()
+        self.shapes: dict[str, torch.Size] = {}
+        """Of each parameter's part on a rank."""
+        self.owners: dict[str, tuple[int, int]] = {}
+        """Pipeline stage of each parameter, and the expert-parallel rank, which is 0 for what is no expert's."""
+        place = self.pipeline.rank(), self.experts.rank()
+        mine = {name: (place if self.rules[name].expert is not None else (place[0], 0), x.shape)
+                for name, x in local_parameters(stages).items() if name in self.rules}
+        for part in _gathered(_merged(_gathered(mine, self.pipeline)), self.experts):
+            for name, (owner, shape) in part.items():
+                self.owners[name], self.shapes[name] = owner, shape
         missing = set(self.rules) - set(self.owners)
         assert not missing, f"no rank holds {missing}"
 
     @torch.no_grad()
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
-        parameters: Mapping[str, Tensor] = local_parameters(self.stages)
-        size = parallel_state.get_tensor_model_parallel_world_size() * self.dtype.itemsize
-        names = sorted(self.rules, key=lambda name: self.owners[name][0])  # stable: the order of rules within a stage
-        for bucket in buckets(names, lambda name: torch.Size(self.owners[name][1]).numel() * size, BUCKET_BYTES):
-            yield from self._whole(bucket, parameters)
+        """In the same order on every rank; collective."""
+        parameters = local_parameters(self.stages)
+        names = sorted(self.rules, key=self._place)  # stable: the order of rules within a place
+        for (owner, expert), alike in groupby(names, key=self._place):
+            for bucket in buckets(alike, self._bytes, BUCKET_BYTES):
+                yield from self._whole(bucket, owner, expert, parameters)
 
-    def _whole(self, names: Sequence[str], parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        tp = parallel_state.get_tensor_model_parallel_group()
-        shapes = [torch.Size(self.owners[name][1]) for name in names]
-        flat = torch.empty(tp.size(), sum(x.numel() for x in shapes), dtype=self.dtype, device=self.device)
-        own = flat[tp.rank()].split([x.numel() for x in shapes])
-        for name, place in zip(names, own):
-            place.copy_(parameters[name].flatten())
-        if tp.size() > 1:
-            dist.all_gather(list(flat.unbind()), flat[tp.rank()].clone(), group=tp)
-        for name, shape, parts in zip(names, shapes, flat.split([x.numel() for x in shapes], 1)):
+    def _place(self, name: str) -> tuple[tuple[int, int], bool]:
+        return self.owners[name], self.rules[name].expert is not None
+
+    def _bytes(self, name: str) -> int:
+        return self.shapes[name].numel() * self.rules[name].ranks.size() * self.dtype.itemsize
+
+    def _whole(self, names: Sequence[str], owner: tuple[int, int], expert: bool,
+               parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        ranks, sizes = self.rules[names[0]].ranks, [self.shapes[name].numel() for name in names]
+        flat = torch.empty(ranks.size(), sum(sizes), dtype=self.dtype, device=self.device)
+        stage, expert_rank = owner
+        beside = expert and expert_rank != self.experts.rank()
+        if stage == self.pipeline.rank() and not beside:
+            mine = torch.cat([parameters[name].detach().to(self.dtype).flatten() for name in names])
+            if ranks.size() > 1:
+                dist.all_gather(list(flat.unbind()), mine, group=ranks)
+            else:
+                flat[0] = mine
+        if self.pipeline.size() > 1 and not beside:
+            dist.broadcast(flat, group_src=stage, group=self.pipeline)
+        if self.experts.size() > 1 and expert:
+            dist.broadcast(flat, group_src=expert_rank, group=self.experts)
+        for name, parts in zip(names, flat.split(sizes, 1)):
             rule = self.rules[name]
-            pieces = zip(*(rule.cut(part.view(shape)) for part in parts))
+            pieces = zip(*(rule.cut(part.view(self.shapes[name])) for part in parts))
             for key, whole, piece in zip(rule.names, rule.shapes, pieces):
                 tensor = piece[0] if rule.dim is None else torch.cat(piece, rule.dim)
                 yield key, tensor[:whole[0]].contiguous()
+
+
+Held = dict[str, tuple[tuple[int, int], torch.Size]]
+
+
+def _gathered(held: Held, group: dist.ProcessGroup) -> list[Held]:
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, held, group=group)
+    return everyones
+
+
+def _merged(parts: Sequence[Held]) -> Held:
+    return {name: entry for part in parts for name, entry in part.items()}

@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlrun.batch import Atom, Batch, inverse, micro_batches, to_device
+from rlrun.batch import Atom, Batch, micro_batches, to_device
 from rlrun.metrics import Value
 from rlrun.models.attention import Packed
 from rlrun.models.loading import load_config
@@ -53,7 +53,9 @@ class MegatronWorker:
             self.transformer = transformer_config(
                 self.hf, self.config, self.dtype, trains and spec.config.model.gradient_checkpointing,
                 spec.device.type == "cuda")
-            stages = [Stage(self.hf, self.transformer, head, self.master)]
+            pieces = self.config.virtual_pipeline_model_parallel_size
+            stages = [Stage(self.hf, self.transformer, head, self.master, number)
+                      for number in (range(pieces) if pieces else [None])]
             stored = self.dtype if trains else getattr(torch, spec.request.dtype)
             if not load(stages, self.hf, head, path, stored) and stages[-1].post_process:
                 init_value_head(stages[-1], spec.config.run.seed)
@@ -115,10 +117,7 @@ class MegatronWorker:
         parts = self._micro_batches(plain, "sequence")
         with torch.no_grad():
             outputs = self._run([plain.select(rows) for rows in parts], frozenset(want), temperature, _keep_outputs, True)
-        kept = [Batch(plain.select(rows).cu_seqlens, columns) for rows, columns in zip(parts, outputs) if rows]
-        if not kept:
-            return {name: torch.zeros(0, dtype=self.master) for name in want}
-        return Batch.concat([part.to("cpu") for part in kept]).select(inverse(parts)).tokens
+        return self._columns(batch, parts, outputs, want)
 
     def update(
         self, batch: Batch, loss: Loss, denominators: Mapping[str, float], temperature: float, atom: Atom = "sequence",
@@ -133,41 +132,63 @@ class MegatronWorker:
         sums: Sums = {}
         measured = partial(_losses, loss, denominators, sums, self.spec.device)
         outputs = self._run([batch.select(rows) for rows in parts], self.spec.want, temperature, measured, False)
-        if keep is not None and batch.num_tokens:
-            kept = [Batch(batch.select(rows).cu_seqlens, columns) for rows, columns in zip(parts, outputs) if rows]
-            keep.update(Batch.concat([part.to("cpu") for part in kept]).select(inverse(parts)).tokens)
+        if keep is not None:
+            keep.update(self._columns(batch, parts, outputs, self.spec.want))
         return self._step() | self._reduced(sums, denominators)
+
+    def _columns(self, batch: Batch, parts: list[list[int]], outputs: list[dict[str, Tensor]],
+                 want: AbstractSet[str]) -> dict[str, Tensor]:
+        """Columns [T] in the batch's order, on the CPU of every rank, from those of micro-batches on the last stage."""
+        pipeline, names = parallel_state.get_pipeline_model_parallel_group(), sorted(want)
+        columns = torch.zeros(len(names), batch.num_tokens, dtype=self.master, device=self.spec.device)
+        if not batch.num_tokens:
+            return dict(zip(names, columns.cpu()))
+        if outputs:
+            places = Batch(batch.cu_seqlens, {"index": torch.arange(batch.num_tokens)})
+            index = torch.cat([places.select(rows).tokens["index"] for rows in parts])
+            done = [torch.stack([one[name] for name in names]) for one, rows in zip(outputs, parts) if rows]
+            columns[:, to_device(index, self.spec.device)] = torch.cat(done, 1)
+        if pipeline.size() > 1:
+            dist.broadcast(columns, group_src=pipeline.size() - 1, group=pipeline)
+        return dict(zip(names, columns.cpu()))
 
     def _run(self, micros: list[Batch], want: frozenset[str], temperature: float,
              loss: Callable[[Batch, dict[str, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]],
              forward_only: bool) -> list[dict[str, Tensor]]:
         """Each micro-batch through the pipeline. Returns what `loss` returns of each."""
 
+        multiple = self.config.context_parallel_size * (
+            self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1)
+        if self.config.virtual_pipeline_model_parallel_size:  # all of one length
+            multiple *= -(-max(max(micro.num_tokens for micro in micros), 2) // multiple)
+
         def step(batches: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any]]:
             micro = next(batches)
-            row = self._row(micro, want, temperature)
+            row = self._row(micro, multiple, want, temperature)
             output = model(row.ids[None], row.position_ids[None], None, packed_seq_params=row)
             return output, partial(loss, micro)
 
         with self.on_device():
             results: list[dict[str, Tensor]] = get_forward_backward_func()(
                 forward_step_func=step, data_iterator=[iter(micros) for _ in self.model], model=self.model,
-                num_microbatches=len(micros), seq_length=1, micro_batch_size=1, forward_only=forward_only)
+                num_microbatches=len(micros), seq_length=multiple, micro_batch_size=1, forward_only=forward_only)
         return results
 
-    def _row(self, micro: Batch, want: frozenset[str], temperature: float) -> Row:
-        """This rank's part of a micro-batch; of an empty one, tokens that nothing is computed of, so that all ranks do the
-        same."""
+    def _row(self, micro: Batch, multiple: int, want: frozenset[str], temperature: float) -> Row:
+        """This rank's part of a micro-batch, the same on tensor-parallel ranks, filled up to a multiple; of an empty one, tokens
+        that nothing is computed of, so that all ranks do the same."""
         device, ids, mask, positions = self.spec.device, micro.tokens["ids"], micro.tokens["loss_mask"], micro.position_ids
         cu_seqlens = micro.cu_seqlens
         if micro.num_tokens == 0:
             ids, positions, cu_seqlens = torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.tensor([0, 2])
             mask = ids > 0
         # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
-        targets, predicted = ids.roll(-1), mask.roll(-1)
+        cp, rank, padding = self.config.context_parallel_size, parallel_state.get_context_parallel_rank(), -len(ids) % multiple
+        columns = (torch.nn.functional.pad(x, (0, padding)) for x in (ids, positions, ids.roll(-1), mask.roll(-1)))
+        local, positions, targets, predicted = (x.chunk(cp)[rank] for x in columns)
         chosen = predicted.nonzero()[:, 0]
-        return Row(to_device(ids, device), to_device(positions, device), to_device(chosen, device),
-                   to_device(targets[chosen], device), Packed.of(cu_seqlens, device), ids.shape[0], want, temperature)
+        return Row(to_device(local, device), to_device(positions, device), to_device(chosen, device),
+                   to_device(targets[chosen], device), Packed.of(cu_seqlens, device, multiple), len(ids), want, temperature)
 
     def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
         """Rows of each micro-batch, sorted by length (see `Packed.runs`); as many on every rank, some empty."""
@@ -178,7 +199,8 @@ class MegatronWorker:
         parts = micro_batches(batch, self.spec.config.actor.tokens_per_micro_batch, atom)
         count = torch.tensor(len(parts), device=self.spec.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
-        parts += [[]] * (int(count) - len(parts))
+        together = self.config.pipeline_model_parallel_size if self.config.virtual_pipeline_model_parallel_size else 1
+        parts += [[]] * (int(count) + -int(count) % together - len(parts))
         return [sorted(rows, key=lengths.__getitem__) for rows in parts]
 
     @torch.no_grad()
@@ -229,7 +251,8 @@ class MegatronWorker:
 
     def _reports(self) -> bool:
         """Whether this rank speaks for its shard: one of those that compute its loss."""
-        return parallel_state.get_tensor_model_parallel_rank() == 0
+        first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+        return first and parallel_state.is_pipeline_last_stage()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under save_pretrained's names, in model.dtype, on this rank's device."""

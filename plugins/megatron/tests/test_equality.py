@@ -30,18 +30,29 @@ def test_one_rank(models, ranks1, tools, expected, kind):
         tools.assert_same(got, expected(kind))
 
 
-LAYOUTS = {"dp2": {}, "tp2": {"tensor_model_parallel_size": 2}}
+LAYOUTS = {
+    "dp2": {}, "tp2": {"tensor_model_parallel_size": 2},
+    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "ep2": {"expert_model_parallel_size": 2},
+}
+CASES = [
+    ("qwen2 tied", "dp2"), ("qwen2 tied", "tp2"), ("qwen3", "tp2"), ("mistral", "tp2"), ("qwen3", "tp2 sp"),
+    ("qwen2 tied", "tp2 sp"), ("llama", "pp2"), ("qwen2 tied", "pp2"), ("deep", "pp2 vpp2"), ("deep tied", "pp2 vpp2"),
+    ("llama3 rope", "cp2"), ("mistral", "cp2"), ("moe", "dp2"), ("moe", "ep2"), ("moe", "tp2 sp"), ("moe", "cp2"), ("moe", "pp2"),
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["llama", "qwen2 tied", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind, layout", CASES)
 def test_two_ranks(models, ranks2, tools, expected, kind, layout):
-    """Cases 63, 68, 73: the ranks share tokens, weights, layers or heads; micro-batches are uneven."""
+    """Cases 63, 68, 69, 73: the ranks share tokens, weights, layers, heads or experts; micro-batches are uneven."""
     got = tools.update(ranks2, tools.make_config(models[kind], micro=12, **LAYOUTS[layout]), tools.make_batch(*LENGTHS))
     tools.assert_same(got, expected(kind))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "pp2", "cp2"])
 def test_value_model(models, ranks2, tools, expected, layout):
     """A critic's values and gradients, those of its scalar head too."""
     config = tools.make_config(models["llama"], micro=12, **LAYOUTS[layout])
