@@ -8,7 +8,7 @@ import importlib.abc
 import importlib.util
 import inspect
 import sys
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -25,34 +25,36 @@ from rlrun.hookspecs import API_VERSION, PluginInfo
 GROUP = "rlrun.plugins"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Found:
-    """A plugin that was imported and answered `plugin_info`."""
+    """A plugin of the list; `plugin` and `info` are known once it was imported and answered `plugin_info`."""
 
     name: str
-    plugin: Any
-    info: PluginInfo
-    dist: str | None
-    version: str | None
+    dist: str | None = None
+    version: str | None = None
     path: str | None = None
     source: bytes | None = None  # text of a plugin in one file; it travels to ranks, which may run on other machines
+    plugin: Any = field(init=False)
+    info: PluginInfo = field(init=False)
 
     def __str__(self) -> str:
-        return label(self.name, self.dist, self.version, self.path)
+        """How messages name it."""
+        where = self.path or (self.dist and f"{self.dist} {self.version}")
+        return f"plugin {self.name!r} ({where})" if where else f"plugin {self.name!r}"
 
     @property
     def sha256(self) -> str | None:
         return None if self.source is None else hashlib.sha256(self.source).hexdigest()
 
+    @property
+    def module(self) -> str:
+        """The module that a file becomes: the same in every process, so that pickles of its classes resolve."""
+        return f"rlrun_file_{self.name}_{str(self.sha256)[:12]}"
 
-def label(name: str, dist: str | None = None, version: str | None = None, path: str | None = None) -> str:
-    """How messages name a plugin."""
-    return f"plugin {name!r} ({path or f'{dist} {version}'})" if path or dist else f"plugin {name!r}"
 
-
-def is_file(name: str) -> bool:
+def is_file(item: str) -> bool:
     """Whether an item of the plugin list means a file rather than an installed plugin."""
-    return name.endswith(".py")
+    return item.endswith(".py")
 
 
 def name_of(item: str) -> str:
@@ -85,7 +87,9 @@ def incompatible(entry_point: EntryPoint) -> str | None:
 def find(item: str, source: bytes | None, available: dict[str, list[EntryPoint]]) -> Found:
     """Import one item of the plugin list; `source` is the text of a plugin in one file. Raises PluginError."""
     if source is not None:
-        return _checked(item, _import_file(item, source), source=source)
+        found = Found(name_of(item), path=item, source=source)
+        found.plugin = _import_file(found)
+        return _checked(found)
     candidates = available.get(item, [])
     if not candidates:
         names = ", ".join(sorted(set(available) - {"builtin"})) or "none"
@@ -95,15 +99,14 @@ def find(item: str, source: bytes | None, available: dict[str, list[EntryPoint]]
         dists = " and ".join(f"{e.dist.name} {e.dist.version}" if e.dist else e.value for e in candidates)
         raise PluginError(f"plugin {item!r} is installed by {dists}", "uninstall all of them but one")
     entry_point = candidates[0]
-    dist, version = (entry_point.dist.name, entry_point.dist.version) if entry_point.dist else (None, None)
-    whole = label(item, dist, version)
+    found = Found(item, entry_point.dist.name, entry_point.dist.version) if entry_point.dist else Found(item)
     if problem := incompatible(entry_point):
-        raise PluginError(f"{whole} is incompatible: {problem}", f"pip install --upgrade rlrun {dist}")
+        raise PluginError(f"{found} is incompatible: {problem}", f"pip install --upgrade rlrun {found.dist}")
     try:
-        plugin = entry_point.load()
+        found.plugin = entry_point.load()
     except Exception as error:
-        raise _broken(whole, f"importing {entry_point.value} raises", error) from error
-    return _checked(item, plugin, dist=dist, version=version)
+        raise _broken(found, f"importing {entry_point.value} raises", error) from error
+    return _checked(found)
 
 
 def read(item: str) -> bytes | None:
@@ -114,11 +117,6 @@ def read(item: str) -> bytes | None:
         return Path(item).read_bytes()
     except OSError as error:
         raise PluginError(f"plugin file {item!r} cannot be read: {error.strerror}") from error
-
-
-def module_name(item: str, source: bytes) -> str:
-    """The module that a file becomes: the same in every process, so that pickles of its classes resolve."""
-    return f"rlrun_file_{Path(item).stem}_{hashlib.sha256(source).hexdigest()[:12]}"
 
 
 class _TextLoader(importlib.abc.InspectLoader):
@@ -134,51 +132,51 @@ class _TextLoader(importlib.abc.InspectLoader):
         return self.source_to_code(self.source, self.path)
 
 
-def _import_file(item: str, source: bytes) -> ModuleType:
-    name = module_name(item, source)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_loader(name, _TextLoader(item, source), origin=item)
+def _import_file(found: Found) -> ModuleType:
+    assert found.path is not None
+    assert found.source is not None
+    if found.module in sys.modules:
+        return sys.modules[found.module]
+    loader = _TextLoader(found.path, found.source)
+    spec = importlib.util.spec_from_loader(found.module, loader, origin=found.path)
     assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    module.__file__ = item
+    module = sys.modules[found.module] = importlib.util.module_from_spec(spec)
+    module.__file__ = found.path
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
-        del sys.modules[name]
-        raise _broken(label(name_of(item), path=item), "running it raises", error) from error
+        del sys.modules[found.module]
+        raise _broken(found, "running it raises", error) from error
     return module
 
 
-def _broken(whole: str, what: str, error: Exception) -> PluginError:
+def _broken(found: Found, what: str, error: Exception) -> PluginError:
     hint = "install what it needs, or take it from the list; --debug shows the traceback"
-    return PluginError(f"{whole} is broken: {what} {type(error).__name__}: {error}", hint)
+    return PluginError(f"{found} is broken: {what} {type(error).__name__}: {error}", hint)
 
 
-def _checked(item: str, plugin: Any, dist: str | None = None, version: str | None = None, source: bytes | None = None) -> Found:
+def _checked(found: Found) -> Found:
     """Ask a plugin for its descriptor. A manager without specifications is asked: those of another API may differ."""
-    name, path = name_of(item), item if source is not None else None
-    whole = label(name, dist, version, path)
-    if inspect.isclass(plugin):
-        raise PluginError(f"{whole} is a class: the entry point must name a module or an instance")
+    if inspect.isclass(found.plugin):
+        raise PluginError(f"{found} is a class: the entry point must name a module or an instance")
     probe = pluggy.PluginManager("rlrun")
-    probe.register(plugin)
+    probe.register(found.plugin)
     if not hasattr(probe.hook, "plugin_info"):
-        raise PluginError(f"{whole} has no plugin_info()", "mark it with @rlrun.hookspecs.hookimpl")
+        raise PluginError(f"{found} has no plugin_info()", "mark it with @rlrun.hookspecs.hookimpl")
     try:
         (info,) = probe.hook.plugin_info() or [None]
     except Exception as error:
-        raise _broken(whole, "plugin_info() raises", error) from error
+        raise _broken(found, "plugin_info() raises", error) from error
     if not isinstance(info, PluginInfo):
-        raise PluginError(f"{whole}: plugin_info() returned {info!r}, not a PluginInfo")
+        raise PluginError(f"{found}: plugin_info() returned {info!r}, not a PluginInfo")
     if info.api_version != API_VERSION:
-        fix = f"install a {dist or name} for rlrun {rlrun.__version__}"
-        raise PluginError(f"{whole} is written for plugin API {info.api_version}, this rlrun has {API_VERSION}", fix)
-    if info.name != name:
-        raise PluginError(f"{whole} calls itself {info.name!r} in plugin_info(): the two names must be the same")
-    if not name.isidentifier():
-        raise PluginError(f"{whole}: a plugin's name must be letters, digits and _: it is also a config section")
+        fix = f"install a {found.dist or found.name} for rlrun {rlrun.__version__}"
+        raise PluginError(f"{found} is written for plugin API {info.api_version}, this rlrun has {API_VERSION}", fix)
+    if info.name != found.name:
+        raise PluginError(f"{found} calls itself {info.name!r} in plugin_info(): the two names must be the same")
+    if not found.name.isidentifier():
+        raise PluginError(f"{found}: a plugin's name must be letters, digits and _: it is also a config section")
     if info.config is not None and not (isinstance(info.config, type) and is_dataclass(info.config)):
-        raise PluginError(f"{whole}: PluginInfo.config must be a dataclass, not {info.config!r}")
-    return Found(name, plugin, info, dist, version, path, source)
+        raise PluginError(f"{found}: PluginInfo.config must be a dataclass, not {info.config!r}")
+    found.info = info
+    return found

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from rlrun.config.schema import Config
-from rlrun.discovery import Found, find, incompatible, installed, module_name, name_of, read
+from rlrun.discovery import Found, find, incompatible, installed, name_of, read
 from rlrun.errors import ConfigError, PluginError
 from rlrun.hookspecs import KINDS, Hooks, PluginInfo, Step
 
@@ -85,7 +85,7 @@ class Plugins:
 
     def files(self) -> list[tuple[str, str]]:
         """The plugins that are files: the module each one becomes, and its path on the driver."""
-        return [(module_name(str(f.path), f.source), str(f.path)) for f in self._found.values() if f.source is not None]
+        return [(f.module, str(f.path)) for f in self._found.values() if f.source is not None]
 
     def provider(self, kind: str, name: str) -> str:
         """Name of the plugin that provides something. Raises ConfigError where none does."""
@@ -227,7 +227,7 @@ def _importable(found: Found, target: str) -> str:
     """A target under the module name that a plugin in one file was given, where it names itself."""
     module, _, attribute = target.partition(":")
     if found.source is not None and module == found.name:
-        return f"{module_name(str(found.path), found.source)}:{attribute}"
+        return f"{found.module}:{attribute}"
     return target
 
 

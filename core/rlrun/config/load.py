@@ -25,14 +25,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), add: Sequence[s
                 without: Sequence[str] = ()) -> tuple[Config, Plugins]:
     """Read, override and validate a configuration, and load its plugins.
 
-    Args:
-        path: YAML file.
-        overrides: "key=value" each; text keys take the value as it is, others parse it as YAML. A number in a key
-            indexes an existing list; a list replaces the list, a mapping is merged.
-        add: plugins (or files, ./NAME.py) appended to the file's list.
-        without: plugins taken from the list, with their sections.
-
-    Raises ConfigError with all that is wrong, PluginError for plugins."""
+    `overrides` are "key=value" each: text keys take the value as it is, others parse it as YAML; a number in a key indexes an
+    existing list; a list replaces the list, a mapping is merged. `add` names plugins (or files, ./NAME.py) to append to the
+    list, `without` those to take from it, with their sections. Raises ConfigError with all that is wrong, and PluginError."""
     try:
         root = compose(Path(path).read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

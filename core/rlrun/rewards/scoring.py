@@ -114,13 +114,7 @@ def _step(turn: Turn) -> tuple[Score, str]:
 
 
 def _awaited(result: Any) -> Any:
-    if not inspect.isawaitable(result):
-        return result
-
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait())
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _failed(part: PartSpec, error: BaseException) -> tuple[Score, str]:
