@@ -46,12 +46,19 @@ class _Stream:
     def wait_stream(self, other: _Stream) -> None:
         pass
 
+    def record_event(self) -> _Stream:
+        return self
+
 
 _STREAM = _Stream()
 
 
 def _stream(*args: Any, **options: Any) -> _Stream:
     return _STREAM
+
+
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _nothing(*args: Any, **options: Any) -> None:
@@ -70,6 +77,7 @@ def _set_state(state: Tensor, *args: Any, **options: Any) -> None:
 def emulated() -> Iterator[None]:
     """While this is entered, torch.cuda speaks of the CPU. Calls of megatron-core go inside, and nothing else."""
     import megatron.core.tensor_parallel.random as rng
+    from megatron.core.transformer.moe import token_dispatcher
 
     changes: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: CPU),
@@ -82,6 +90,7 @@ def emulated() -> Iterator[None]:
         (torch.cuda, "manual_seed", torch.manual_seed),
         (rng, "_get_cuda_rng_state", _get_state),
         (rng, "_set_cuda_rng_state", _set_state),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu),
         (Tensor, "cuda", lambda tensor, *args, **options: tensor),
         (Tensor, "type", _cuda_name),
     ]

@@ -14,10 +14,14 @@ from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerCon
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
 from rlrun.models.attention import Packed, attend
 from rlrun_megatron.context import to_heads, to_tokens
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # which routers look for, also where TransformerEngine is not installed
 
 
 @dataclass(frozen=True)

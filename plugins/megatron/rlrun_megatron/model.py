@@ -53,7 +53,7 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, dtype: torc
         fields |= {
             "num_moe_experts": hf.num_experts, "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_router_topk": hf.num_experts_per_tok, "moe_router_pre_softmax": not hf.norm_topk_prob,
-            "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
         }
     if recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
