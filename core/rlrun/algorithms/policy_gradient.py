@@ -73,8 +73,10 @@ class PolicyAlgorithm(Algorithm):
             truncated = torch.tensor([reason == "length" for reason in batch.sequences["finish_reason"]])
             metrics["response/masked_ratio"] = Value(float(truncated.sum()), len(batch))
             dropped = dropped | truncated
-        if bool(dropped.any()):
-            mask_out(batch, dropped)
+        if bool(dropped.any()):  # they count in no loss and no denominator; metrics still see whole completions
+            tokens.setdefault("response_mask", tokens["loss_mask"])
+            for name in {"loss_mask", "gap_mask"} & tokens.keys():
+                tokens[name] = tokens[name] & ~dropped[batch.sequence_ids]
         return metrics
 
     def estimate(self, batch: Batch, totals: Tensor) -> Tensor:
@@ -149,16 +151,6 @@ def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
 
     0 up to `longest - buffer`, then falling evenly to -1 at `longest`."""
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
-
-
-def mask_out(batch: Batch, dropped: Tensor) -> None:
-    """Take the samples `dropped` [S] out of `loss_mask` and `gap_mask`: they count in no loss and no denominator.
-
-    Column `response_mask` keeps the whole completions, for metrics."""
-    tokens, keep = batch.tokens, ~dropped[batch.sequence_ids]
-    tokens.setdefault("response_mask", tokens["loss_mask"])
-    for name in {"loss_mask", "gap_mask"} & tokens.keys():
-        tokens[name] = tokens[name] & keep
 
 
 @cache

@@ -71,17 +71,13 @@ def _single(section: Any, key: str) -> Iterator[str]:
     for field in fields(section):
         full = f"{key}.{field.name}".lstrip(".")
         value = getattr(section, field.name)
-        for at, item in _leaves(value, full):
+        for at, item in [(f"{full}.{i}", x) for i, x in enumerate(value)] if isinstance(value, list) else [(full, value)]:
             if is_dataclass(item):
                 yield from _single(item, at)
                 if isinstance(item, OptimConfig):
                     yield from _optim(item, at)
             elif item is not None and not isinstance(item, dict):
                 yield from _value(item, field, at)
-
-
-def _leaves(value: Any, key: str) -> list[tuple[str, Any]]:
-    return [(f"{key}.{i}", item) for i, item in enumerate(value)] if isinstance(value, list) else [(key, value)]
 
 
 def _value(value: Any, field: Field[Any], key: str) -> Iterator[str]:

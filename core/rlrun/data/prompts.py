@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
 from rlrun.data.sample import Messages, Row, Sample
 
 if TYPE_CHECKING:
@@ -60,7 +62,12 @@ def _samples(config: SourceConfig, data: DataConfig, tokenizer: PreTrainedTokeni
         if _text(row.prompt) in unseen:
             here["in_validation"] += 1
             return
-        ids = _encode(tokenizer, row)
+        try:
+            ids = encode_prompt(tokenizer, row.prompt)
+        except (jinja2.TemplateError, ValueError) as error:
+            raise ValueError(f"{row.origin}: {error}") from error
+        if not ids:
+            raise ValueError(f"{row.origin}: the prompt has no tokens")
         if len(ids) > data.max_prompt_tokens:
             shortened = shorten(ids, data.max_prompt_tokens, data.overlong_prompts, row.origin)
             here["dropped" if shortened is None else "truncated"] += 1
@@ -115,18 +122,6 @@ def shorten(ids: Sequence[int], limit: int, how: str, origin: str) -> list[int] 
                          "it, or set data.overlong_prompts to drop or one of truncate_left, _right, _middle")
     head = {"truncate_left": 0, "truncate_right": limit, "truncate_middle": limit // 2}[how]
     return [*ids[:head], *ids[len(ids) - (limit - head):]]
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
-    import jinja2
-
-    try:
-        ids = encode_prompt(tokenizer, row.prompt)
-    except (jinja2.TemplateError, ValueError) as error:
-        raise ValueError(f"{row.origin}: {error}") from error
-    if not ids:
-        raise ValueError(f"{row.origin}: the prompt has no tokens")
-    return ids
 
 
 def _text(prompt: str | Messages) -> str:

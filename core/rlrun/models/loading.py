@@ -120,7 +120,9 @@ def export(weights: Iterable[tuple[str, Tensor]], directory: Path, source: str, 
     generation config of folder `source`, the tokenizer of folder `tokenizer` with its chat template.
 
     Takes all of `weights` into memory first, so that ranks which gather them are not left waiting where writing fails."""
-    state = {name: _alone(tensor.cpu()) for name, tensor in weights}
+    # each with a storage of its own size: one gathered from uneven shards is a view of a padded buffer
+    state = {name: x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+             for name, x in ((name, tensor.cpu()) for name, tensor in weights)}
     head = {name.removeprefix("value_head."): state.pop(name) for name in list(state) if name.startswith("value_head.")}
     directory.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(state, directory, filename_pattern="model{suffix}.safetensors")
@@ -132,8 +134,3 @@ def export(weights: Iterable[tuple[str, Tensor]], directory: Path, source: str, 
     if (Path(source) / "generation_config.json").is_file():
         shutil.copy(Path(source) / "generation_config.json", directory)
     load_tokenizer(tokenizer).save_pretrained(directory)
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor with a storage of its own size: one gathered from uneven shards is a view of a padded buffer."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
