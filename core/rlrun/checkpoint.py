@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlrun.errors import ConfigError
+
 NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -97,12 +99,14 @@ def find(path: str) -> Checkpoint:
 
 
 def export(checkpoint: Path, out: Path) -> None:
-    """Copy a checkpoint's Hugging Face folder to `out`. Raises ValueError where it holds none, or `out` exists."""
+    """Copy a checkpoint's Hugging Face folder to `out`. Raises ConfigError where it holds none, or `out` exists."""
     source = checkpoint / "hf"
+    if not checkpoint.is_dir():
+        raise ConfigError(f"there is no checkpoint {str(checkpoint)!r}", "they lie in RUN/checkpoints/step_NNNNNN")
     if not source.is_dir():
-        raise ValueError(f"{checkpoint} holds no Hugging Face weights: add hf_model to checkpoint.save_contents")
+        raise ConfigError(f"{checkpoint} holds no Hugging Face weights: add hf_model to checkpoint.save_contents")
     if out.exists():
-        raise ValueError(f"{out} exists: name a folder that does not")
+        raise ConfigError(f"{out} exists: name a folder that does not")
     shutil.copytree(source, out)
 
 

@@ -118,14 +118,9 @@ def export(
 ) -> None:
     """Copy a checkpoint's model in the form that transformers and vLLM load."""
     with _reported(debug):
-        if not checkpoint.is_dir():
-            raise ConfigError(f"there is no checkpoint {str(checkpoint)!r}", "they lie in RUN/checkpoints/step_NNNNNN")
         from rlrun.checkpoint import export as export_checkpoint
 
-        try:
-            export_checkpoint(checkpoint, out)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        export_checkpoint(checkpoint, out)
 
 
 @contextmanager

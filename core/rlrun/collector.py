@@ -193,17 +193,17 @@ class AheadCollector(RolloutCollector):
             wait([self.pending])
 
 
+@dataclass
 class AnswerCollector(Collector):
     """Offline: each prompt followed by the completions that the algorithm learns from."""
 
-    def __init__(self, stage: StageConfig, sampler: Sampler, tokenizer: Any, algorithm: Algorithm) -> None:
-        self.options = stage.algorithm
-        self.sampler = sampler
-        self.tokenizer = tokenizer
-        self.algorithm = algorithm
+    stage: StageConfig
+    sampler: Sampler
+    tokenizer: Any
+    algorithm: Algorithm
 
     def next(self, step: int, phase: Phase, last: bool) -> tuple[Batch | None, dict[str, Value]]:
-        draws = self.sampler.take(self.options.prompts_per_step)
+        draws = self.sampler.take(self.stage.algorithm.prompts_per_step)
         return answer_batch([(number, sample) for number, _, sample in draws], self.algorithm, self.tokenizer), {}
 
     def position(self) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """From a configuration to a trained run: the run folder, the ranks, the data, and an orderly end whatever happens."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -13,11 +11,15 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from rlrun.algorithms.base import Algorithm
 from rlrun.checkpoint import Checkpoint, Checkpoints
 from rlrun.collector import AheadCollector, AnswerCollector, Collector, RolloutCollector, check_answers
 from rlrun.config.load import to_yaml
+from rlrun.config.schema import Config, StageConfig
 from rlrun.config.validate import validate_resolved
 from rlrun.data.prompts import Samples, load_data
 from rlrun.data.sampler import Sampler
@@ -25,18 +27,12 @@ from rlrun.errors import ConfigError, ExitCode, RankError, RunError
 from rlrun.folder import cut_back_to, has_more, locked, resume_point
 from rlrun.generation import Generator, make_scorers
 from rlrun.models.loading import eos_ids, load_tokenizer
+from rlrun.plugins import Plugins
 from rlrun.rewards.model import ROLE
 from rlrun.trackers.jsonl import Jsonl
 from rlrun.trainer import Trainer
 from rlrun.workers.group import Ranks, WorkerGroup
 from rlrun.workers.protocol import RoleRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlrun.algorithms.base import Algorithm
-    from rlrun.config.schema import Config, StageConfig
-    from rlrun.plugins import Plugins
 
 log = logging.getLogger(__name__)
 

@@ -1,22 +1,17 @@
 """From rows to samples: the chat template, once; over-long prompts; training data kept apart from validation data."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
+from transformers import PreTrainedTokenizerBase
 
+from rlrun.config.schema import DataConfig, SourceConfig
 from rlrun.data.sample import Messages, Row, Sample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlrun.config.schema import DataConfig, SourceConfig
-    from rlrun.plugins import Plugins
+from rlrun.plugins import Plugins
 
 
 @dataclass

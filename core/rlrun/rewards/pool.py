@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import spawn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -152,12 +152,12 @@ class RewardPool:
         return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+@dataclass
 class OnError:
     """`reward.on_error`: reward 0, no reward, or the run's end. Errors are named in the log once a kind, and counted."""
 
-    def __init__(self, how: str) -> None:
-        self.how = how
-        self.counts: Counter[str] = Counter()  # samples by kind of error, since the start
+    how: str
+    counts: Counter[str] = field(default_factory=Counter)  # samples by kind of error, since the start
 
     def settle(self, score: Score, trace: str, item: RewardItem) -> Score:
         """The score that counts. `trace` is the error's traceback, "" where there is none."""

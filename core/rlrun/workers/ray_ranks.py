@@ -161,8 +161,8 @@ class RayRanks:
             placed = actor.options(num_cpus=need["CPU"], num_gpus=need.get("GPU", 0), max_restarts=0,
                                    runtime_env={"env_vars": env}, scheduling_strategy=place)
             self.actors.append(placed.remote(rank, self.count, device, self.config, plugins))
-        host, port = self._wait("open_store", [self.actors[0].open_store.remote()])[0]
-        self._wait("connect", [a.connect.remote(host, port) for a in self.actors])
+        [(_, address)] = self.run("open_store", [()])
+        list(self.run("connect", [address] * self.count))
 
     def run(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
         chosen = self.actors[first : first + len(arguments)]
@@ -170,11 +170,7 @@ class RayRanks:
             refs = [getattr(a, method).remote(*args) for a, args in zip(chosen, arguments, strict=True)]
         yield from self._as_completed(method, refs, first)
 
-    def _wait(self, method: str, refs: Sequence[Any]) -> list[Any]:
-        results = dict(self._as_completed(method, refs))
-        return [results[rank] for rank in range(len(refs))]
-
-    def _as_completed(self, method: str, refs: Sequence[Any], first: int = 0) -> Iterator[tuple[int, Any]]:
+    def _as_completed(self, method: str, refs: Sequence[Any], first: int) -> Iterator[tuple[int, Any]]:
         rank_of = {ref: rank for rank, ref in enumerate(refs, first)}
         pending = list(refs)
         limit = self.config.trainer.phase_timeout_s
