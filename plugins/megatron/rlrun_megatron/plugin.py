@@ -41,9 +41,10 @@ def plugin_info() -> PluginInfo:
 def make_worker(spec: RoleSpec, layout: Layout) -> Worker:
     import warnings
 
-    with warnings.catch_warnings():  # of what is not installed and not needed
-        warnings.simplefilter("ignore")
-        from rlrun_megatron.worker import MegatronWorker
+    # What is not installed and not needed, and what torch will call otherwise one day: said by Megatron on every rank.
+    for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"rlrun_megatron\.cpu"):
+        warnings.filterwarnings("ignore", module=module)
+    from rlrun_megatron.worker import MegatronWorker
 
     return MegatronWorker(spec, layout)
 

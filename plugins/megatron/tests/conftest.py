@@ -26,6 +26,7 @@ KINDS = {
     "qwen3": ("qwen3", {"head_dim": 16}), "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
     "deep": ("llama", {"num_hidden_layers": 4}), "deep tied": ("qwen2", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "moe": ("qwen3_moe", {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "odd": ("llama", {"words": ["odd"]}), "odd tied": ("qwen3", {"words": ["odd"], "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 4}),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlrun.testing.gloo import drive
+
 CONTENTS = ["model", "optimizer", "extra"]
 
 
@@ -32,14 +34,18 @@ def adam(tools, path, **megatron):
     return config
 
 
-@pytest.mark.parametrize("layout", [
-    {}, {"use_distributed_optimizer": False}, {"tensor_model_parallel_size": 2}], ids=str)
-def test_resume(models, ranks2, tools, tmp_path, layout):
-    """Two updates, saved, and two more are, bit for bit, four updates in a row; also saved before the first."""
-    from rlrun.testing.gloo import drive
+TP2, PP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
+RESUMED = [
+    ("qwen2 tied", {}), ("qwen2 tied", {"use_distributed_optimizer": False}), ("odd", TP2),
+    ("deep tied", PP2 | {"virtual_pipeline_model_parallel_size": 2}), ("moe", {"expert_model_parallel_size": 2}),
+]
 
+
+@pytest.mark.parametrize("kind, layout", RESUMED, ids=str)
+def test_resume(models, ranks2, tools, tmp_path, kind, layout):
+    """Two updates, saved, and two more are, bit for bit, four updates in a row; also saved before the first."""
     batch = tools.make_batch(5, 9, 3, 7, 6, 9)
-    config = adam(tools, models["qwen2 tied"], **layout)
+    config = adam(tools, models[kind], **layout)
     whole, weights, drawn = drive(ranks2, config, train(tools, config, batch, 4))
     for before in (2, 0):
         first, _, _ = drive(ranks2, config, train(tools, config, batch, before, save=tmp_path / str(before)))
@@ -48,3 +54,130 @@ def test_resume(models, ranks2, tools, tmp_path, layout):
         assert all(torch.equal(resumed[name], x) for name, x in weights.items())
         assert torch.equal(drawn, redrawn)
     assert whole[0]["lr"] != whole[3]["lr"]
+
+
+@pytest.mark.parametrize("kind", ["odd tied", "moe"])
+def test_another_layout(models, ranks1, ranks2, tools, tmp_path, kind):
+    """What two tensor-parallel ranks saved goes on in one rank and in two stages: the next update is the same, of AdamW's
+    moments too."""
+    batch = tools.make_batch(5, 9, 3, 7, 6, 9)
+    config = adam(tools, models[kind], **TP2)
+    drive(ranks2, config, train(tools, config, batch, 2, save=tmp_path))
+    [expected], weights, _ = drive(ranks2, config, train(tools, config, batch, 1, load=tmp_path))
+    for pool, layout in ((ranks1, {}), (ranks2, PP2), (ranks2, {"use_distributed_optimizer": True})):
+        config = adam(tools, models[kind], **layout)
+        [got], moved, _ = drive(pool, config, train(tools, config, batch, 1, load=tmp_path))
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        for name, x in weights.items():
+            assert (moved[name] - x).norm() <= 1e-5 * x.norm(), name
+
+
+def test_between_backends(models, ranks1, ranks2, tools, tmp_path):
+    """Weights go from FSDP to Megatron and back by their exported folders, which transformers reads too: every bit."""
+    from transformers import AutoModelForCausalLM
+
+    batch, path = tools.make_batch(5, 9, 3), models["qwen2 tied"]
+    there = tools.make_config(path, "fsdp")
+    _, sent, _ = drive(ranks1, there, train(tools, there, batch, 1, save=tmp_path / "fsdp", contents=["hf_model"]))
+    here = tools.make_config(tmp_path / "fsdp/hf", **TP2)
+    _, taken, _ = drive(ranks2, here, train(tools, here, batch, 0))
+    assert all(torch.equal(taken[name], x) for name, x in sent.items())
+    _, moved, _ = drive(ranks2, here, train(tools, here, batch, 1, save=tmp_path / "megatron", contents=["hf_model"]))
+    back = tools.make_config(tmp_path / "megatron/hf", "fsdp")
+    _, again, _ = drive(ranks1, back, train(tools, back, batch, 0))
+    assert moved.keys() == again.keys() == sent.keys()
+    assert all(torch.equal(again[name], x) for name, x in moved.items())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "megatron/hf").state_dict()
+    assert all(torch.equal(exported[name], x) for name, x in moved.items())
+
+
+def test_a_critic(models, ranks2, tools, tmp_path):
+    """A critic's checkpoint and export both bring its head back."""
+    batch, config = tools.make_batch(5, 9, 3), tools.make_config(models["llama"], **TP2)
+
+    def script(workers, plugins, config):
+        from rlrun.workers.protocol import RoleRequest
+
+        def values(path, load=None):
+            workers.build("critic", RoleRequest(True, str(path), "float32", "value"), 10, frozenset({"values"}))
+            if load is not None:
+                workers.load("critic", load, ["model"])
+            return workers.forward("critic", batch, {"values"}, 1.0)["values"]
+
+        first = values(models["llama"])
+        workers.update("critic", batch, tools.TokenLoss(), batch.denominators(), 1.0)
+        workers.save("critic", tmp_path, ["model", "hf_model"])
+        moved = workers.forward("critic", batch, {"values"}, 1.0)["values"]
+        return first, moved, values(models["llama"], tmp_path), values(tmp_path / "hf")
+
+    first, moved, resumed, exported = drive(ranks2, config, script)
+    assert float((first - moved).abs().max()) > 0.01
+    assert torch.equal(moved, resumed)
+    assert torch.equal(moved, exported)
+
+
+def test_saving_beside_training(models, ranks2, tools, tmp_path):
+    """What is written while training goes on is the state of the moment of saving."""
+    batch = tools.make_batch(5, 9, 3, 7, 6, 9)
+    config = adam(tools, models["llama"])
+    config.checkpoint.async_save = True
+
+    def script(workers, plugins, config):
+        from rlrun.workers.protocol import RoleRequest
+
+        def update():
+            workers.update("actor", batch, tools.TokenLoss(), batch.denominators(), 0.7)
+
+        workers.build("actor", RoleRequest(True, config.model.path, "float32"), 20, frozenset({"log_probs", "entropy"}))
+        update()
+        before = workers.call("weights", "actor")[0]
+        workers.save("actor", tmp_path, [*CONTENTS, "hf_model"], background=True)
+        for _ in range(3):
+            update()
+        workers.finish_saving()
+        return before, workers.call("weights", "actor")[0]
+
+    before, after = drive(ranks2, config, script)
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+    config.checkpoint.async_save = False
+    _, resumed, _ = drive(ranks2, config, train(tools, config, batch, 0, load=tmp_path))
+    [one], continued, _ = drive(ranks2, config, train(tools, config, batch, 1, load=tmp_path))
+    assert all(torch.equal(resumed[name], x) for name, x in before.items())
+    fresh = drive(ranks2, config, train(tools, config, batch, 2))
+    assert fresh[0][1] == one
+    assert all(torch.equal(fresh[1][name], x) for name, x in continued.items())
+
+
+@pytest.mark.parametrize("contents, broken", [
+    (["model"], "os.fsync"), (["optimizer"], "rlrun_megatron.checkpoint._common"), (["extra"], "torch.save"),
+    (["hf_model"], "rlrun_megatron.checkpoint.export"),
+])
+def test_a_full_disk_reaches_all_ranks(models, ranks2, tools, tmp_path, contents, broken):
+    """A write error on the first rank raises OSError on both; nobody waits for anybody."""
+    config = adam(tools, models["llama"])
+    config.resources.train_ranks = 2
+
+    def run():
+        from contextlib import nullcontext
+        from unittest import mock
+
+        import torch.distributed as dist
+
+        from rlrun.plugins import Plugins
+        from rlrun.workers.protocol import RoleRequest, RoleSpec
+
+        plugins, rank = Plugins.load(["megatron"]), dist.get_rank()
+        spec = RoleSpec("actor", "megatron", RoleRequest(True, config.model.path, "float32"), config, plugins, rank,
+                        torch.device("cpu"), 10)
+        worker = plugins.make_worker(spec=spec, layout=plugins.layout(config))
+        full = mock.patch(broken, side_effect=OSError(28, "No space left on device"))
+        try:
+            with full if rank == 0 else nullcontext():
+                plugins.save_checkpoint(worker, tmp_path, contents)()
+        except OSError as error:
+            return str(error)
+        return None
+
+    for text in ranks2.run(run, timeout=30):
+        assert "could not be written by rank 0" in text
+        assert "No space left" in text

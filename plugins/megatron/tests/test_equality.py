@@ -39,7 +39,7 @@ LAYOUTS = {
     "ep2": {"expert_model_parallel_size": 2},
 }
 CASES = [
-    ("qwen2 tied", "dp2"), ("qwen2 tied", "tp2"), ("qwen3", "tp2"), ("mistral", "tp2"), ("qwen3", "tp2 sp"),
+    ("qwen2 tied", "dp2"), ("odd", "tp2"), ("odd tied", "tp2"), ("qwen3", "tp2"), ("mistral", "tp2"), ("qwen3", "tp2 sp"),
     ("qwen2 tied", "tp2 sp"), ("llama", "pp2"), ("qwen2 tied", "pp2"), ("deep", "pp2 vpp2"), ("deep tied", "pp2 vpp2"),
     ("llama3 rope", "cp2"), ("mistral", "cp2"), ("moe", "dp2"), ("moe", "ep2"), ("moe", "tp2 sp"), ("moe", "cp2"), ("moe", "pp2"),
 ]
