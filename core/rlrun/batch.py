@@ -10,6 +10,7 @@ import heapq
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -55,26 +56,24 @@ class Batch:
         return self.cu_seqlens.diff()
 
     @property
-    def device(self) -> torch.device:
-        return self.cu_seqlens.device
-
-    @property
     def position_ids(self) -> Tensor:
         """[T] position of each token in its own sequence."""
-        return torch.arange(self.num_tokens, device=self.device) - self.cu_seqlens[:-1].repeat_interleave(self.lengths)
+        return torch.arange(self.num_tokens, device=self.cu_seqlens.device) - self.cu_seqlens[:-1].repeat_interleave(self.lengths)
 
     @property
     def sequence_ids(self) -> Tensor:
         """[T] index of the sequence that each token belongs to."""
-        return torch.arange(len(self), device=self.device).repeat_interleave(self.lengths)
+        return torch.arange(len(self), device=self.cu_seqlens.device).repeat_interleave(self.lengths)
 
     @staticmethod
     def from_sequences(tokens: Sequence[Mapping[str, Any]], sequences: Mapping[str, Any] | None = None) -> Batch:
         """From one mapping a sequence of per-token lists: `[{"ids": [...], "loss_mask": [...]}, ...]`, all of equal keys."""
         lengths = [len(row["ids"]) for row in tokens]
         cu_seqlens = torch.tensor([0, *np.cumsum(lengths, dtype=np.int64).tolist()], dtype=torch.int64)
-        columns = {name: torch.tensor([x for row in tokens for x in row[name]], dtype=_DTYPES.get(name, torch.float32))
-                   for name in (tokens[0] if tokens else ())}
+        columns = {}
+        for name in tokens[0] if tokens else ():
+            values = chain.from_iterable(row[name] for row in tokens)
+            columns[name] = torch.from_numpy(np.fromiter(values, _DTYPES.get(name, np.float32)))
         return Batch(cu_seqlens, columns, dict(sequences or {}))
 
     def select(self, rows: Sequence[int] | Tensor) -> Batch:
@@ -174,7 +173,7 @@ def from_text(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)))
 
 
-_DTYPES = {"ids": torch.int64, "loss_mask": torch.bool, "gap_mask": torch.bool}
+_DTYPES = {"ids": np.int64, "loss_mask": np.bool_, "gap_mask": np.bool_}
 
 
 def _join(columns: Sequence[Any]) -> Any:
