@@ -1,22 +1,18 @@
 """Partial rollouts: long completions do not hold up a step, but go on in the next ones (Kimi k1.5, arXiv 2501.12599, 2.6.2)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rlrun.batch import from_text, to_text
+from rlrun.data.sample import Sample
 from rlrun.environments.turns import Episode
 from rlrun.generation import Generator, Rollouts
 from rlrun.metrics import Value
 from rlrun.rollout.protocol import Completion, SamplingParams
-
-if TYPE_CHECKING:
-    from rlrun.data.sample import Sample
 
 
 class PartialRollouts:

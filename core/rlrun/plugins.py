@@ -76,7 +76,7 @@ class Plugins:
 
     def provided(self, kind: str) -> dict[str, str]:
         """What can be chosen of a kind: name -> "package.module:Class"."""
-        return {name: _importable(*choice) for name, choice in self._provided[kind].items()}
+        return {name: target for name, (_, target) in self._provided[kind].items()}
 
     @property
     def presets(self) -> dict[str, Mapping[str, object]]:
@@ -104,7 +104,7 @@ class Plugins:
     def resolve(self, kind: str, name: str) -> type[Any]:
         """Import the class behind a name. Raises ConfigError for unknown names, PluginError where the import fails."""
         found = self._found[self.provider(kind, name)]
-        target = _importable(found, self._provided[kind][name][1])
+        target = self.provided(kind)[name]
         module, _, attribute = target.partition(":")
         try:
             resolved = attrgetter(attribute)(import_module(module))
@@ -223,14 +223,6 @@ def _rebuild(recipe: Recipe, manifest: list[dict[str, Any]]) -> Plugins:
     return plugins
 
 
-def _importable(found: Found, target: str) -> str:
-    """A target under the module name that a plugin in one file was given, where it names itself."""
-    module, _, attribute = target.partition(":")
-    if found.source is not None and module == found.name:
-        return f"{found.module}:{attribute}"
-    return target
-
-
 def _wraps(impl: pluggy.HookImpl) -> bool:
     return bool(impl.wrapper or impl.hookwrapper)
 
@@ -286,7 +278,9 @@ def _provided(found: list[Found]) -> dict[str, dict[str, tuple[Found, str]]]:
                 if name in provided[kind]:
                     raise PluginError(f"{kind} {name!r} is provided by {provided[kind][name][0]} and {one}",
                                       "take one of the two from the list")
-                provided[kind][name] = (one, target)
+                module, _, attribute = target.partition(":")
+                itself = one.source is not None and module == one.name  # a plugin in one file, imported under another name
+                provided[kind][name] = (one, f"{one.module}:{attribute}" if itself else target)
     return provided
 
 

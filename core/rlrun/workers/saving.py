@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 Result = TypeVar("Result")
 
-_FULL_BYTES = 1 << 20
-"""A disk with less room than this is full."""
+_FULL_BYTES = 1 << 20  # a disk with less room than this is full
+# what torch.save and safetensors say where a write fails; at a quota the disk itself is not full
 _WRITER_ERRORS = ("inline_container.cc", "os error ")
-"""What torch.save and safetensors say where a write fails; at a quota the disk itself is not full."""
 
 
 def writers() -> dist.ProcessGroup:
