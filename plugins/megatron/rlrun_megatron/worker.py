@@ -85,6 +85,12 @@ class MegatronWorker:
             "megatron.override_ddp_config")
         self.model = [DistributedDataParallel(self.transformer, ddp, stage, disable_bucketing=number > 0)
                       for number, stage in enumerate(self.stages)]
+        for buffer in (b for chunk in self.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+            # Megatron's checkpoints put buckets together without what fills them up, but look for parameters where they stand
+            # with it: wrong wherever something is filled up.
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
         self.transformer.no_sync_func = [chunk.no_sync for chunk in self.model] if len(self.model) > 1 else self.model[0].no_sync
         self.transformer.finalize_model_grads_func = _finalize
         config = OptimizerConfig(
