@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--unseen", type=int, default=160, help="rows to validate with")
     args = parser.parse_args()
 
-    from rlrun.models.loading import load_tokenizer
+    from rlrun.models.folder import load_tokenizer
     from rlrun.testing.tiny import CHATML, save_tiny
 
     save_tiny(args.out / "model", words=MARKS, chat_template=CHATML, hidden_size=96, intermediate_size=288, num_hidden_layers=3)

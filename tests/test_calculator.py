@@ -77,7 +77,7 @@ def test_demonstrations_are_what_a_run_makes(recipe):
     """A demonstration's tokens are those of an episode in which the policy says the same, and all questions are distinct."""
     from rlrun.data.prompts import encode_answer, load_data
     from rlrun.environments.turns import Episode, Part, continuation
-    from rlrun.models.loading import load_tokenizer
+    from rlrun.models.folder import load_tokenizer
 
     config, plugins = load(recipe, *LOCAL)
     tokenizer = load_tokenizer(config.model.path)

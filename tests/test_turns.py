@@ -95,7 +95,7 @@ def dumped(directory, step):
 def test_streams_reassemble_from_their_parts(chat, talk, tmp_path):
     """Each turn's request is the last one, what was drawn for it, and what the template puts between, and so is what is
     trained on; the mask covers what was drawn; the trainer's log-probabilities are the engine's, in every turn."""
-    from rlrun.models.loading import load_tokenizer
+    from rlrun.models.folder import load_tokenizer
     from rlrun.testing.tiny import CHATML
 
     model = runs.write_model(tmp_path / "model", chat_template=CHATML if chat else None)

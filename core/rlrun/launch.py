@@ -26,7 +26,7 @@ from rlrun.data.sampler import Sampler
 from rlrun.errors import ConfigError, ExitCode, RankError, RunError
 from rlrun.folder import cut_back_to, has_more, locked, resume_point
 from rlrun.generation import Generator, make_scorers
-from rlrun.models.loading import eos_ids, load_tokenizer
+from rlrun.models.folder import eos_ids, load_tokenizer
 from rlrun.plugins import Plugins
 from rlrun.rewards.model import ROLE
 from rlrun.trackers.jsonl import Jsonl

@@ -3,7 +3,8 @@
 from rlrun.config.schema import Config
 from rlrun.config.validate import validate_resolved
 from rlrun.launch import generates, prompts, stage_steps, user_errors
-from rlrun.models.loading import eos_ids, parameter_count
+from rlrun.models.folder import eos_ids
+from rlrun.models.loading import parameter_count
 from rlrun.plugins import Plugins
 from rlrun.rewards.pool import MODEL, reward_parts
 

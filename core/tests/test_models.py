@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlrun.models import loading
+from rlrun.models import folder, loading
 from rlrun.testing.tiny import build_tokenizer, save_tiny
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -128,7 +128,7 @@ def test_all_ids_that_end_a_sequence(tmp_path):
     """Case 25: generation config, model config and tokenizer may each name others."""
     save_tiny(tmp_path, **SIZES)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert loading.eos_ids(str(tmp_path), AutoTokenizer.from_pretrained(tmp_path)) == (7, 9, 1)
+    assert folder.eos_ids(str(tmp_path), AutoTokenizer.from_pretrained(tmp_path)) == (7, 9, 1)
 
 
 def test_export_and_load(tmp_path):

@@ -53,20 +53,22 @@ class Packed:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None = None, window: int | None = None,
-           softcap: float | None = None) -> Tensor:
+           softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """Causal attention within each packed sequence: [T, H, D] and twice [T, H_kv, D] -> [T, H, D].
 
-    `window` is the number of tokens that a token sees, itself included; `softcap` bounds the scores by tanh. On CUDA in
-    half precision flash-attn, where installed, or torch's varlen_attn; otherwise SDPA over sequences of equal length at
-    once. Raises ValueError where the row and its boundaries disagree."""
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    `window` is the number of tokens that a token sees, itself included; `softcap` bounds the scores by tanh; `sinks` [H] are
+    scores of one more key without a value, which every token sees (gpt-oss, arXiv:2508.10925). On CUDA in half precision
+    flash-attn, where installed, or torch's varlen_attn, neither of which knows sinks; otherwise SDPA, or with `softcap` or
+    `sinks` a softmax of all scores, over sequences of equal length at once. Raises ValueError where the row and its boundaries
+    disagree."""
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sinks is None:
         if not torch.compiler.is_compiling():  # lengths in a compiled layer's conditions would compile it anew
             _check(query, key, packed)
         if _FLASH_ATTN:
             return _flash_attn(query, key, value, packed, scale, window, softcap)
         if softcap is None:
             return _varlen_attn(query, key, value, packed, scale, window)
-    return _segments(query, key, value, packed, scale, window, softcap)
+    return _segments(query, key, value, packed, scale, window, softcap, sinks)
 
 
 def _check(query: Tensor, key: Tensor, packed: Packed) -> None:
@@ -95,7 +97,7 @@ def _varlen_attn(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scal
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the loop over lengths would be compiled anew for each row
 def _segments(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None, window: int | None,
-              softcap: float | None) -> Tensor:
+              softcap: float | None, sinks: Tensor | None) -> Tensor:
     """SDPA, one call for each run of sequences of equal length: no padding, no mask over the whole row."""
     _check(query, key, packed)
     if window is not None and window >= packed.max_length:
@@ -105,8 +107,8 @@ def _segments(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: 
     for run, *parts in zip(packed.runs, *(x.split(sizes) for x in (query, key, value))):
         q, k, v = (x.unflatten(0, run).transpose(1, 2) for x in parts)  # [count, heads, length, D]
         length = run[1]
-        if softcap is not None:
-            output = _softcapped(q, k, v, scale, window, softcap)
+        if softcap is not None or sinks is not None:
+            output = _all_scores(q, k, v, scale, window, softcap, sinks)
         elif window is not None and length > window:
             output = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=_visible(length, window, q.device), scale=scale, enable_gqa=True)
@@ -122,14 +124,20 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return mask if window is None else mask.triu(1 - window)
 
 
-def _softcapped(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float) -> Tensor:
+def _all_scores(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None,
+                sinks: Tensor | None) -> Tensor:
+    """What SDPA does not do: [count, H, length, D] and twice [count, H_kv, length, D] -> [count, H, length, D]."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~_visible(query.shape[2], window, query.device), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
     at_least_fp32 = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=at_least_fp32).to(value.dtype) @ value
+    weights = scores.softmax(-1, dtype=at_least_fp32)[..., :key.shape[2]]
+    return weights.to(value.dtype) @ value
 
 
 def packed_attention(
@@ -139,15 +147,14 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface on `attend`: [1, H, T, D] in, [1, T, H, D] out.
 
-    Raises ValueError for what packed attention does not do: masks, dropout, attention sinks, attention to later tokens,
-    a forward without `packed`, a key-value cache."""
+    Raises ValueError for what packed attention does not do: masks, dropout, attention to later tokens, a forward without
+    `packed`, a key-value cache."""
     name = type(module).__name__
     if packed is None:
         raise ValueError(f"{name}: packed attention needs packed=Packed.of(cu_seqlens) in the call of the model")
     refused = {
         "an attention mask": attention_mask is not None,
         "attention dropout": dropout != 0.0,
-        "attention sinks": s_aux is not None,
         "attention to later tokens": not getattr(module, "is_causal", True),
         "more than one row": query.shape[0] != 1,
     }
@@ -155,15 +162,18 @@ def packed_attention(
         if given:
             raise ValueError(f"{name}: packed attention does not support {what}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, packed, scaling, sliding_window, softcap)[None], None
+    return attend(q, k, v, packed, scaling, sliding_window, softcap, s_aux)[None], None
 
 
 def enable_packed_attention(model: PreTrainedModel, name: str = NAME) -> None:
-    """Switch one transformers model to packed attention (or to another registered implementation `name`).
+    """Switch a transformers model's language layers to packed attention (or to another registered implementation `name`); a
+    vision tower beside them keeps its own.
 
     Raises ValueError for a model whose attention cannot be replaced."""
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
+    config, text = model.config, model.config.get_text_config()
+    keys = [key for key in config.sub_configs if getattr(config, key) is text]
+    model.set_attn_implementation({keys[0]: name} if keys else name)
+    if text._attn_implementation != name:
         raise ValueError(f"{type(model).__name__} does not take its attention from transformers' attention interface, "
                          "so sequences cannot be packed: choose a model that does")
 

@@ -1,6 +1,5 @@
-"""Models and tokenizers from folders, and back: the layout of save_pretrained, with a value head beside it."""
+"""Models from folders, and back: the layout of save_pretrained, with a value head beside it."""
 
-import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,34 +15,24 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlrun.models.folder import load_config, load_tokenizer
+from rlrun.models.images import reads_images
 from rlrun.models.policy import PolicyModel, check_logits
-
-log = logging.getLogger(__name__)
 
 VALUE_HEAD = "value_head.safetensors"
 _AUTO: dict[str, Any] = {"lm": transformers.AutoModelForCausalLM, "value": transformers.AutoModel,
                          "score": transformers.AutoModelForSequenceClassification}
-_NOISE = re.compile(r"drop(out)?(_|$)|pdrop|layerdrop|router_jitter_noise")
 
 
-def load_config(path: str) -> transformers.PretrainedConfig:
-    """A folder's model config, with dropout and router noise set to 0: log-probabilities must not be random in RL."""
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(f"{path} is not a model folder: it has no config.json")
-    config = transformers.AutoConfig.from_pretrained(path)
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        noisy = {k: v for k, v in part.to_dict().items() if _NOISE.search(k) and isinstance(v, float) and v > 0}
-        for key in noisy:
-            setattr(part, key, 0.0)
-        if noisy:
-            log.warning("%s: set to 0 for training: %s", path, ", ".join(f"{k}={v}" for k, v in noisy.items()))
-    return config
+def _auto(head: Literal["lm", "value", "score"], config: transformers.PretrainedConfig) -> Any:
+    return transformers.AutoModelForImageTextToText if head == "lm" and reads_images(config) else _AUTO[head]
 
 
 def empty_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.dtype) -> PolicyModel:
     """The model of a folder without its weights: on the meta device, tied parameters tied."""
     with torch.device("meta"):
-        model = _AUTO[head].from_config(load_config(path), dtype=dtype)
+        config = load_config(path)
+        model = _auto(head, config).from_config(config, dtype=dtype)
         model.tie_weights()
         return PolicyModel(model.eval(), head).eval()
 
@@ -54,7 +43,8 @@ def load_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.d
     A value model comes from a folder that `export` wrote, or from any causal language model with a fresh head drawn
     from `seed`; "score" is a sequence classifier with one output. Raises ValueError where weights are missing or the
     architecture is not supported."""
-    model, info = _AUTO[head].from_pretrained(path, config=load_config(path), dtype=dtype, output_loading_info=True)
+    config = load_config(path)
+    model, info = _auto(head, config).from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"{path}: weights missing or of another shape: "
                          f"{sorted([*info['missing_keys'], *map(str, info['mismatched_keys'])])[:5]}")
@@ -70,28 +60,13 @@ def load_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.d
     return policy
 
 
-def load_tokenizer(path: str) -> transformers.PreTrainedTokenizerBase:
-    """A folder's tokenizer, with its chat template."""
-    if not Path(path).is_dir():
-        raise ValueError(f"{path} is not a folder with a tokenizer")
-    return transformers.AutoTokenizer.from_pretrained(path)
-
-
 def parameter_count(path: str) -> int:
     """Parameters of a folder's causal language model, tied ones once, without loading weights."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(load_config(path))
+        config = load_config(path)
+        model = _auto("lm", config).from_config(config)
         model.tie_weights()
     return sum(p.numel() for p in model.parameters())
-
-
-def eos_ids(path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """All ids that end a sequence: those of generation_config.json, config.json and the tokenizer, each once."""
-    sources = [transformers.AutoConfig.from_pretrained(path).get_text_config().eos_token_id, tokenizer.eos_token_id]
-    if (Path(path) / "generation_config.json").is_file():
-        sources.insert(0, transformers.GenerationConfig.from_pretrained(path).eos_token_id)
-    flat = [i for ids in sources if ids is not None for i in (ids if isinstance(ids, list) else [ids])]
-    return tuple(dict.fromkeys(flat))
 
 
 def saved_weights(policy: PolicyModel, whole: Callable[[Sequence[Tensor]], Iterable[Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """PolicyModel: the root module of every role. Packed ids in; log-probabilities, entropies and values out."""
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlrun.batch import to_device
 from rlrun.models.attention import Packed, enable_packed_attention
+from rlrun.models.images import Images, embed, images_of
 from rlrun.models.log_probs import chosen_log_probs
 from rlrun.workers.protocol import SequenceParallel
 
@@ -23,11 +25,12 @@ class Row:
     """A packed row, or a rank's part of one, on the device. No tuple or tensor: FSDP would move its parts."""
 
     ids: Tensor
-    position_ids: Tensor
+    position_ids: Tensor  # [T], or [3, T] where there are images
     chosen: Tensor  # where there is something to predict: indices into `ids`
     targets: Tensor  # the tokens that follow there
     packed: Packed
     total: int  # tokens of the whole row
+    images: Images | None = None
 
 
 class PolicyModel(nn.Module):
@@ -62,8 +65,8 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers."""
-        return [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        """The decoder layers, without those of a vision tower."""
+        return [module for module in self.model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def compile_layers(self) -> None:
         """Compile each decoder layer, once for rows of any length, and what turns logits into log-probabilities."""
@@ -72,17 +75,21 @@ class PolicyModel(nn.Module):
         self.compiled = True
 
     def row(self, ids: Tensor, cu_seqlens: Tensor, position_ids: Tensor, loss_mask: Tensor,
-            device: torch.device | str = "cpu") -> Row:
-        """This rank's part of a packed row [T] of sequences that end at `cu_seqlens` [S+1], for `forward` on `device`.
+            device: torch.device | str = "cpu", ragged: Mapping[str, list[Any]] | None = None) -> Row:
+        """This rank's part of a packed row [T] of sequences that end at `cu_seqlens` [S+1], for `forward` on `device`; images
+        in `ragged` columns (`rlrun.models.images`) bring position ids of their own.
 
         Made on the CPU, from tensors there: what depends on lengths and masks would make this process wait for the device."""
-        sp = self.sequence_parallel
+        sp, images = self.sequence_parallel, None
+        if ragged and "pixel_values" in ragged:
+            images, position_ids = images_of(self.model, ids, cu_seqlens, ragged, sp, device)
         # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
         whole = (ids, position_ids, ids.roll(-1), loss_mask.roll(-1))
         local, positions, targets, mask = whole if sp is None else map(sp.shard, whole)
         chosen = mask.nonzero()[:, 0]
         return Row(to_device(local, device), to_device(positions, device), to_device(chosen, device),
-                   to_device(targets[chosen], device), Packed.of(cu_seqlens, device, sp.size if sp else 1), ids.shape[0])
+                   to_device(targets[chosen], device), Packed.of(cu_seqlens, device, sp.size if sp else 1), ids.shape[0],
+                   images)
 
     def forward(self, row: Row, want: AbstractSet[str], temperature: float = 1.0) -> dict[str, Tensor]:
         """Columns [T] of a packed row: `log_probs` and `entropy` of ids[t] given ids[<t] at `temperature`, `values` of
@@ -91,8 +98,10 @@ class PolicyModel(nn.Module):
         Raises ValueError for an output that this head does not have."""
         if not want <= OUTPUTS[self.head]:
             raise ValueError(f"head {self.head!r} computes {sorted(OUTPUTS[self.head])}; asked for: {sorted(want)}")
+        tokens = ({"input_ids": row.ids[None]} if row.images is None else
+                  {"inputs_embeds": embed(self.model, row.ids, row.images)[None]})
         hidden = self.model.base_model(
-            input_ids=row.ids[None], position_ids=row.position_ids[None], use_cache=False, packed=row.packed,
+            **tokens, position_ids=row.position_ids.unsqueeze(-2), use_cache=False, packed=row.packed,
         ).last_hidden_state[0]
         outputs = {}
         for name, values in self._head(hidden.index_select(0, row.chosen), row.targets, want, temperature).items():

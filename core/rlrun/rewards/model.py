@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rlrun.batch import Batch
 from rlrun.config.schema import Config
-from rlrun.models.loading import load_config, load_tokenizer
+from rlrun.models.folder import load_config, load_tokenizer
 from rlrun.rewards.pool import MODEL, OnError
 from rlrun.rewards.protocol import RewardItem, Score
 from rlrun.workers.group import WorkerGroup

@@ -83,6 +83,6 @@ def check_sizes(hf: PretrainedConfig, config: MegatronConfig) -> None:
 @cache
 def check_folder(path: str, sizes: tuple[tuple[str, int | bool | None], ...]) -> None:
     """`check_sizes` of the model in a folder; `sizes` are the keys of MegatronConfig that matter."""
-    from rlrun.models.loading import load_config
+    from rlrun.models.folder import load_config
 
     check_sizes(load_config(path), MegatronConfig(**dict(sizes)))  # type: ignore[arg-type]

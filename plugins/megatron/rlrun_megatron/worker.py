@@ -22,7 +22,7 @@ from torch import Tensor
 from rlrun.batch import Atom, Batch, micro_batches, to_device
 from rlrun.metrics import Value
 from rlrun.models.attention import Packed
-from rlrun.models.loading import load_config
+from rlrun.models.folder import load_config
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
 from rlrun_megatron.groups import arrange
@@ -231,9 +231,11 @@ class MegatronWorker:
     def _grad_norm(self) -> float:
         """Norm of the full gradient, each parameter counted once; infinite where it is not finite."""
         assert self.optimizer is not None
-        total = 0.0
+        total, first = 0.0, parallel_state.get_tensor_model_parallel_rank() == 0
         for part in self.optimizer.chained_optimizers:
-            grads = part.get_main_grads_for_grad_norm()
+            # Tied weights of two stages are one parameter, and so is what tensor-parallel ranks hold alike.
+            grads = [p.grad for p in part.get_parameters() if p.grad is not None and not getattr(p, "shared", False)
+                     and (first or getattr(p, "tensor_model_parallel", False))]
             square = torch.zeros((), dtype=torch.float64, device=self.spec.device)
             if grads:
                 square = torch.stack(torch._foreach_norm(grads)).double().square().sum()

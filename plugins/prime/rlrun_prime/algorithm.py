@@ -16,7 +16,7 @@ from rlrun.algorithms.policy_gradient import PolicyAlgorithm
 from rlrun.batch import Batch, from_text, inverse, to_text
 from rlrun.errors import RunError
 from rlrun.metrics import Value, merge, of_role
-from rlrun.models.loading import load_tokenizer
+from rlrun.models.folder import load_tokenizer
 from rlrun.workers.protocol import RoleRequest
 from rlrun_prime.advantages import leave_one_out, normalised, whiten
 from rlrun_prime.plugin import PrimeConfig

@@ -40,7 +40,7 @@ def test_what_is_refused(tools, prime, algorithm, said):
 
 def test_tokenizers_must_be_the_same(tools, gpt2, tmp_path):
     """The reward model sees the policy's ids: another vocabulary or chat template is refused."""
-    from rlrun.models.loading import load_tokenizer
+    from rlrun.models.folder import load_tokenizer
 
     other = tmp_path / "other"
     save_tiny(other, "gpt2")

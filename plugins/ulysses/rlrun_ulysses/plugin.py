@@ -33,7 +33,7 @@ def degree(config: Config) -> int:
 
 @cache
 def _check_folder(path: str, size: int) -> None:
-    from rlrun.models.loading import load_config
+    from rlrun.models.folder import load_config
     from rlrun_ulysses.heads import check_model
 
     check_model(load_config(path), size, path)
