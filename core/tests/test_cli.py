@@ -109,6 +109,14 @@ def test_entry_modules_load_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+def test_driver_loads_no_model_code():
+    """A run with ranks on Ray starts seconds sooner where its driver loads neither models nor compiler."""
+    code = ("import sys, rlrun.launch, rlrun.workers.ray_ranks; "
+            "print([m for m in ('transformers.modeling_utils', 'torch._dynamo', 'rlrun.models.policy') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_version_and_help(rl_run):
     """Case 111: data on stdout, code 0."""
     assert rl_run("--version").stdout == f"rlrun {rlrun.__version__}\n"
