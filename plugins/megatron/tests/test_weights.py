@@ -37,8 +37,8 @@ def test_round_trip(models, ranks2, tools):
 
         found = {}
         with mock.patch.object(weights, "BUCKET_BYTES", 16_000):  # several buckets, and tensors larger than one
-            for kind, path in models.items():
-                for number, layout in enumerate(LAYOUTS):
+            for number, layout in enumerate(LAYOUTS):  # process groups are made once for each
+                for kind, path in models.items():
                     if "expert_model_parallel_size" in layout and kind != "moe":
                         continue
                     stream = list(make(tools, path, **layout).weights())
