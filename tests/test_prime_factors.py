@@ -113,12 +113,23 @@ def test_other_advantages(advantage, gpt2, base, tmp_path):
 
 
 def test_lora(model, tmp_path):
-    """The actor's adapters train beside a reward model that trains whole: its first step is that of the run without them."""
-    factor = {"model": {"dtype": "float32"}, "actor": {"optim": {"lr": 5.0}}}
-    whole = locally.train(write(tmp_path / "whole", model, **factor))
-    rows = sound(locally.train(write(tmp_path / "lora", model, fsdp={"lora": {"rank": 2}}, **factor)))
-    assert rows[0]["prime/grad_norm"] == pytest.approx(whole[0]["prime/grad_norm"], rel=1e-5)
-    assert rows[2]["critic/score/mean"] != whole[2]["critic/score/mean"]
+    """Adapters of both models train from nothing, and are all that is saved; the frozen reference is the actor without its own,
+    so that it stays where the policy began; a resumed run has both."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    factor = {"model": {"dtype": "float32"}, "fsdp": {"lora": {"rank": 2}}, "prime": {"optim": {"lr": 20.0}},
+              "actor": {"optim": {"lr": 5.0}}, "checkpoint": {"every": 1}}
+    rows = sound(locally.train(path := write(tmp_path / "whole", model, **factor)))
+    assert rows[0]["prime/before/reward_std"] == 0
+    assert rows[0]["prime/loss"] == pytest.approx(LN2, abs=1e-6)
+    saved = path.parent / "run" / "checkpoints" / "step_000003"
+    for role in ("actor", "prm"):
+        names = FileSystemReader(saved / role).read_metadata().state_dict_metadata
+        assert names
+        assert all("lora_" in name for name in names)
+    cut = write(tmp_path / "cut", model, **factor)
+    locally.train(cut, "stages.0.steps=2")
+    assert [row for row in locally.train(cut) if row["step"]] == rows
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Low-rank adapters (arXiv 2106.09685) of the actor, through peft: only they train; weights leave merged."""
+"""Low-rank adapters (arXiv 2106.09685) of language models, through peft: only they train; weights leave merged."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class WrapPolicy:
 
 @dataclass
 class LoraConfig:
-    rank: int = opt(0, "rank of the actor's adapters, the only parameters that train then; 0: none", ge=0)
+    rank: int = opt(0, "rank of adapters, the only parameters of language models that train then; 0: none", ge=0)
     alpha: int = opt(16, "adapters are scaled by alpha / rank", gt=0)
     target_modules: list[str] = opt(["all-linear"], "names of the adapted modules, such as q_proj")
 

@@ -47,7 +47,7 @@ class FsdpWorker:
         self.master = torch.promote_types(self.dtype, torch.float32)
         self.mesh = init_device_mesh(
             spec.device.type, (layout.dp, layout.ranks // layout.dp), mesh_dim_names=("dp", "sp"))
-        trains, lora = spec.request.trainable, self.config.lora if spec.role == "actor" else None
+        trains, lora = spec.request.trainable, self.config.lora if spec.request.head == "lm" else None
         self.adapted = bool(trains and lora and lora.rank)
         stored = self.master if trains and not self.adapted else getattr(torch, spec.request.dtype)
         self.model = load_first(spec, stored)
@@ -309,7 +309,7 @@ def make(spec: RoleSpec, layout: Layout) -> FsdpWorker:
         if not request.trainable and (request.path, request.dtype, request.head) == (theirs.path, theirs.dtype, theirs.head):
             return Base(spec, actor)
     worker = FsdpWorker(spec, layout)
-    if worker.adapted:
+    if worker.adapted and spec.role == "actor":
         _adapted.clear()
         _adapted.add(worker)
     return worker
