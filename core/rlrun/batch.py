@@ -98,9 +98,9 @@ class Batch:
         """Batches of equal columns, one behind the other."""
         first = batches[0]
         for batch in batches[1:]:
-            if batch.tokens.keys() != first.tokens.keys() or batch.sequences.keys() != first.sequences.keys():
-                raise ValueError(f"batches differ in columns: {sorted(first.tokens)} {sorted(first.sequences)} against "
-                                 f"{sorted(batch.tokens)} {sorted(batch.sequences)}")
+            theirs, ours = ([sorted(columns) for columns in (b.tokens, b.sequences, b.ragged)] for b in (batch, first))
+            if theirs != ours:
+                raise ValueError(f"batches differ in columns: {ours} against {theirs}")
         offsets = np.cumsum([0, *(b.num_tokens for b in batches)])
         cu_seqlens = torch.cat([b.cu_seqlens[(i > 0):] + int(offsets[i]) for i, b in enumerate(batches)])
         return Batch(

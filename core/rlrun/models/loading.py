@@ -24,7 +24,8 @@ _AUTO: dict[str, Any] = {"lm": transformers.AutoModelForCausalLM, "value": trans
                          "score": transformers.AutoModelForSequenceClassification}
 
 
-def _auto(head: Literal["lm", "value", "score"], config: transformers.PretrainedConfig) -> Any:
+def auto_class(head: Literal["lm", "value", "score"], config: transformers.PretrainedConfig) -> Any:
+    """transformers' class that makes a model with this head of a config."""
     return transformers.AutoModelForImageTextToText if head == "lm" and reads_images(config) else _AUTO[head]
 
 
@@ -32,7 +33,7 @@ def empty_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.
     """The model of a folder without its weights: on the meta device, tied parameters tied."""
     with torch.device("meta"):
         config = load_config(path)
-        model = _auto(head, config).from_config(config, dtype=dtype)
+        model = auto_class(head, config).from_config(config, dtype=dtype)
         model.tie_weights()
         return PolicyModel(model.eval(), head).eval()
 
@@ -44,7 +45,7 @@ def load_policy(path: str, head: Literal["lm", "value", "score"], dtype: torch.d
     from `seed`; "score" is a sequence classifier with one output. Raises ValueError where weights are missing or the
     architecture is not supported."""
     config = load_config(path)
-    model, info = _auto(head, config).from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    model, info = auto_class(head, config).from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"{path}: weights missing or of another shape: "
                          f"{sorted([*info['missing_keys'], *map(str, info['mismatched_keys'])])[:5]}")
@@ -64,7 +65,7 @@ def parameter_count(path: str) -> int:
     """Parameters of a folder's causal language model, tied ones once, without loading weights."""
     with torch.device("meta"):
         config = load_config(path)
-        model = _auto("lm", config).from_config(config)
+        model = auto_class("lm", config).from_config(config)
         model.tie_weights()
     return sum(p.numel() for p in model.parameters())
 

@@ -132,7 +132,7 @@ class FsdpWorker:
 
     def forward(self, batch: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         """See `Worker.forward`. Columns are on the CPU."""
-        plain = Batch(batch.cu_seqlens, {name: batch.tokens[name] for name in ("ids", "loss_mask")})
+        plain = Batch(batch.cu_seqlens, {name: batch.tokens[name] for name in ("ids", "loss_mask")}, ragged=batch.ragged)
         plain.tokens["index"] = torch.arange(batch.num_tokens)
         columns = {name: torch.zeros(batch.num_tokens, dtype=self.master) for name in want}
         done: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -234,10 +234,11 @@ class FsdpWorker:
     def _outputs(self, micro: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         if micro.num_tokens == 0:  # tokens that nothing is computed of: collectives match those of the other ranks
             zeros = torch.zeros(2, dtype=torch.int64)
-            row = self.model.row(zeros, torch.tensor([0, 2]), zeros, zeros > 0, self.spec.device)
+            row = self.model.row(zeros, torch.tensor([0, 2]), zeros, zeros > 0, self.spec.device,
+                                 {name: [None] for name in micro.ragged})
         else:
             row = self.model.row(micro.tokens["ids"], micro.cu_seqlens, micro.position_ids, micro.tokens["loss_mask"],
-                                 self.spec.device)
+                                 self.spec.device, micro.ragged)
         return self.model(row, want, temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlrun.models.attention import enable_packed_attention
 from rlrun_ulysses.exchange import Gather, to_heads, to_tokens
 from rlrun_ulysses.heads import check_heads
 
@@ -57,7 +58,7 @@ class Ulysses:
         name = f"{inner}{_MARK}{next(_numbers)}"
         ALL_ATTENTION_FUNCTIONS[name] = self._around(function)
         weakref.finalize(model, ALL_ATTENTION_FUNCTIONS.pop, name, None)
-        _configure(model, name)
+        enable_packed_attention(model, name)
 
     def _around(self, inner: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, None]]:
         # Outside of compiled layers: the order of exchanges is that of this code on every rank, whatever a rank has compiled.
@@ -82,13 +83,5 @@ def detach(model: PreTrainedModel) -> None:
     name = model.config.get_text_config()._attn_implementation
     inner, mark, _ = name.rpartition(_MARK)
     if mark:
-        _configure(model, inner)
+        enable_packed_attention(model, inner)
         ALL_ATTENTION_FUNCTIONS.pop(name, None)
-
-
-def _configure(model: PreTrainedModel, name: str) -> None:
-    """Choose the attention of the language layers; a vision tower keeps its own."""
-    config, text = model.config, model.config.get_text_config()
-    keys = [key for key in config.sub_configs if getattr(config, key) is text]
-    model.set_attn_implementation({keys[0]: name} if keys else name)
-    assert text._attn_implementation == name
