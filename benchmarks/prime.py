@@ -16,6 +16,7 @@ EXAMPLE = ROOT / "examples" / "prime_quickstart.yaml"
 ARMS: dict[str, dict[str, Any]] = {
     "rloo": {"process_coef": 0.0, "update": "none", "reference": "policy"},
     "prime": {},
+    "prime, process_coef 1": {"process_coef": 1.0},
     "prime, policy as reference": {"reference": "policy"},
 }
 
