@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 
 IMAGE_TOKEN = 257
 _PATCHES = {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
-_VISION = {"qwen2_vl": {"embed_dim": 16, "mlp_ratio": 2}, "qwen2_5_vl": {"intermediate_size": 24, "window_size": 8,
-                                                                          "fullatt_block_indexes": [1]}}
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+    "qwen2_5_vl": {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "window_size": 8,
+                   "fullatt_block_indexes": [1]},
+}
 
 
 def save_tiny_vlm(directory: str | Path, kind: str, seed: int = 0) -> PreTrainedModel:
     """Write a tiny random model (`kind` "qwen2_vl" or "qwen2_5_vl") to `directory`; returns the float32 model."""
     from transformers import AutoConfig
 
-    hidden = {"qwen2_vl": 32, "qwen2_5_vl": 16}[kind]
     text = tiny_config("qwen2", 258, hidden_size=32, intermediate_size=48, num_hidden_layers=2).to_dict()
     text = {name: value for name, value in text.items() if name not in ("model_type", "transformers_version", "head_dim")}
     text["rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}
-    vision = {"depth": 2, "num_heads": 2, "hidden_size": hidden, "out_hidden_size": 32, **_PATCHES, **_VISION[kind]}
+    vision = {"depth": 2, "num_heads": 2, **_PATCHES, **_VISION[kind]}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN, video_token_id=256,
                                   vision_start_token_id=254, vision_end_token_id=255, tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
