@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -61,6 +62,31 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
+_all_gather, _reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+
+def _gather_uneven(outputs: list[Tensor], tensor: Tensor, group: Any = None, **options: Any) -> Any:
+    """all_gather, also of tensors of several sizes, which gloo does not do."""
+    if len({x.shape for x in outputs}) == 1:
+        return _all_gather(outputs, tensor, group=group, **options)
+    outputs[dist.get_rank(group)].copy_(tensor)
+    for rank, x in enumerate(outputs):
+        dist.broadcast(x, group_src=rank, group=group)
+    return None
+
+
+def _scatter_uneven(output: Tensor, inputs: list[Tensor], group: Any = None, **options: Any) -> Any:
+    """The same of reduce_scatter, for sums."""
+    if len({x.shape for x in inputs}) == 1:
+        return _reduce_scatter(output, inputs, group=group, **options)
+    for rank, x in enumerate(inputs):
+        summed = x.clone()
+        dist.all_reduce(summed, group=group)
+        if rank == dist.get_rank(group):
+            output.copy_(summed)
+    return None
+
+
 def _nothing(*args: Any, **options: Any) -> None:
     pass
 
@@ -91,6 +117,8 @@ def emulated() -> Iterator[None]:
         (rng, "_get_cuda_rng_state", _get_state),
         (rng, "_set_cuda_rng_state", _set_state),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu),
+        (dist, "all_gather", _gather_uneven),
+        (dist, "reduce_scatter", _scatter_uneven),
         (Tensor, "cuda", lambda tensor, *args, **options: tensor),
         (Tensor, "type", _cuda_name),
     ]

@@ -12,10 +12,12 @@ from rlrun.config.schema import ActorConfig, Config, ModelConfig, OptimConfig
 from rlrun.metrics import results
 from rlrun.plugins import Plugins
 from rlrun.testing.gloo import drive
-from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401
+from rlrun.testing.ranks import RankPool, ranks1, ranks2  # noqa: F401
 from rlrun.testing.tiny import save_tiny
 from rlrun.workers.protocol import RoleRequest, Term
 
+LIMIT_S = 180.0
+"""Of a call, the first of which imports Megatron on every rank."""
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
 KINDS = {
     "llama": ("llama", {}), "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -99,7 +101,7 @@ def update(pool: Any, config: Config, batch: Batch, head: str = "lm", kind: str 
             assert all(torch.equal(other[name], weight) for name, weight in after[0].items())
         return Update(metrics, columns, kept, {name: before[name] - weight for name, weight in after[0].items()})
 
-    result: Update = drive(pool, config, script)
+    result: Update = drive(pool, config, script, timeout=LIMIT_S)
     return result
 
 
@@ -126,6 +128,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, (kind, sizes) in KINDS.items():
         save_tiny(folder / name, kind, **{**SIZES, **sizes})
     return {name: folder / name for name in KINDS}
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> RankPool:
+    return RankPool(4)
 
 
 @pytest.fixture(scope="session")

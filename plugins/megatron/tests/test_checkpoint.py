@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from rlrun.testing.gloo import drive
+from rlrun.testing import gloo
 
+drive = partial(gloo.drive, timeout=180.0)
 CONTENTS = ["model", "optimizer", "extra"]
 
 
@@ -36,8 +39,9 @@ def adam(tools, path, **megatron):
 
 TP2, PP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
 RESUMED = [
-    ("qwen2 tied", {}), ("qwen2 tied", {"use_distributed_optimizer": False}), ("odd", TP2),
-    ("deep tied", PP2 | {"virtual_pipeline_model_parallel_size": 2}), ("moe", {"expert_model_parallel_size": 2}),
+    ("qwen2 tied", {}), ("deep tied", PP2 | {"virtual_pipeline_model_parallel_size": 2}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen2 tied", {"use_distributed_optimizer": False}), ("odd", TP2), ("moe", {"expert_model_parallel_size": 2}))),
 ]
 
 
@@ -56,7 +60,7 @@ def test_resume(models, ranks2, tools, tmp_path, kind, layout):
     assert whole[0]["lr"] != whole[3]["lr"]
 
 
-@pytest.mark.parametrize("kind", ["odd tied", "moe"])
+@pytest.mark.parametrize("kind", ["odd tied", pytest.param("moe", marks=pytest.mark.slow)])
 def test_another_layout(models, ranks1, ranks2, tools, tmp_path, kind):
     """What two tensor-parallel ranks saved goes on in one rank and in two stages: the next update is the same, of AdamW's
     moments too."""
@@ -91,6 +95,7 @@ def test_between_backends(models, ranks1, ranks2, tools, tmp_path):
     assert all(torch.equal(exported[name], x) for name, x in moved.items())
 
 
+@pytest.mark.slow
 def test_a_critic(models, ranks2, tools, tmp_path):
     """A critic's checkpoint and export both bring its head back."""
     batch, config = tools.make_batch(5, 9, 3), tools.make_config(models["llama"], **TP2)
@@ -116,6 +121,7 @@ def test_a_critic(models, ranks2, tools, tmp_path):
     assert torch.equal(moved, exported)
 
 
+@pytest.mark.slow
 def test_saving_beside_training(models, ranks2, tools, tmp_path):
     """What is written while training goes on is the state of the moment of saving."""
     batch = tools.make_batch(5, 9, 3, 7, 6, 9)
@@ -149,8 +155,9 @@ def test_saving_beside_training(models, ranks2, tools, tmp_path):
 
 
 @pytest.mark.parametrize("contents, broken", [
-    (["model"], "os.fsync"), (["optimizer"], "rlrun_megatron.checkpoint._common"), (["extra"], "torch.save"),
-    (["hf_model"], "rlrun_megatron.checkpoint.export"),
+    (["optimizer"], "rlrun_megatron.checkpoint._common"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (["model"], "os.fsync"), (["extra"], "torch.save"), (["hf_model"], "rlrun_megatron.checkpoint.export"))),
 ])
 def test_a_full_disk_reaches_all_ranks(models, ranks2, tools, tmp_path, contents, broken):
     """A write error on the first rank raises OSError on both; nobody waits for anybody."""
@@ -178,6 +185,6 @@ def test_a_full_disk_reaches_all_ranks(models, ranks2, tools, tmp_path, contents
             return str(error)
         return None
 
-    for text in ranks2.run(run, timeout=30):
+    for text in ranks2.run(run, timeout=180):
         assert "could not be written by rank 0" in text
         assert "No space left" in text

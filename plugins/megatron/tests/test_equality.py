@@ -22,7 +22,7 @@ def expected(models, ranks1, tools):
     return of
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2 tied"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2 tied", marks=pytest.mark.slow)])
 def test_one_rank(models, ranks1, tools, expected, kind):
     """One rank, one micro-batch and several uneven ones."""
     for micro in (4096, 12):
@@ -39,9 +39,18 @@ LAYOUTS = {
     "ep2": {"expert_model_parallel_size": 2},
 }
 CASES = [
-    ("qwen2 tied", "dp2"), ("odd", "tp2"), ("odd tied", "tp2"), ("qwen3", "tp2"), ("mistral", "tp2"), ("qwen3", "tp2 sp"),
-    ("qwen2 tied", "tp2 sp"), ("llama", "pp2"), ("qwen2 tied", "pp2"), ("deep", "pp2 vpp2"), ("deep tied", "pp2 vpp2"),
-    ("llama3 rope", "cp2"), ("mistral", "cp2"), ("moe", "dp2"), ("moe", "ep2"), ("moe", "tp2 sp"), ("moe", "cp2"), ("moe", "pp2"),
+    ("odd tied", "tp2 sp"), ("qwen2 tied", "pp2"), ("deep tied", "pp2 vpp2"), ("mistral", "cp2"), ("moe", "ep2"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen2 tied", "dp2"), ("odd", "tp2"), ("odd tied", "tp2"), ("qwen3", "tp2"), ("mistral", "tp2"), ("qwen3", "tp2 sp"),
+        ("qwen2 tied", "tp2 sp"), ("llama", "pp2"), ("deep", "pp2 vpp2"), ("llama3 rope", "cp2"), ("moe", "dp2"),
+        ("moe", "tp2 sp"), ("moe", "cp2"), ("moe", "pp2"))),
+]
+FOUR = [
+    ("llama", {"tensor_model_parallel_size": 2}), ("odd tied", LAYOUTS["tp2 sp"] | LAYOUTS["pp2"]),
+    ("qwen2", LAYOUTS["tp2 sp"] | LAYOUTS["cp2"]), ("deep tied", LAYOUTS["pp2 vpp2"] | LAYOUTS["cp2"]),
+    ("moe", LAYOUTS["pp2"] | LAYOUTS["ep2"]), ("moe", LAYOUTS["tp2 sp"] | LAYOUTS["ep2"]),
+    ("moe", LAYOUTS["tp2 sp"] | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
+    ("moe", LAYOUTS["cp2"] | {"expert_model_parallel_size": 4}),
 ]
 
 
@@ -52,7 +61,15 @@ def test_two_ranks(models, ranks2, tools, expected, kind, layout):
     tools.assert_same(got, expected(kind))
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "pp2", "cp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, layout", FOUR, ids=str)
+def test_four_ranks(models, ranks4, tools, expected, kind, layout):
+    """Kinds of parallelism together."""
+    got = tools.update(ranks4, tools.make_config(models[kind], micro=12, **layout), tools.make_batch(*LENGTHS))
+    tools.assert_same(got, expected(kind))
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp2", "pp2", "cp2"))])
 def test_value_model(models, ranks2, tools, expected, layout):
     """A critic's values and gradients, those of its scalar head too."""
     config = tools.make_config(models["llama"], micro=12, **LAYOUTS[layout])

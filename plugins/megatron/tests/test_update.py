@@ -15,7 +15,8 @@ def adam(config, **optim):
     return config
 
 
-@pytest.mark.parametrize("layout", [{}, TP2 | {"use_distributed_optimizer": False}], ids=str)
+@pytest.mark.parametrize("layout", [
+    {}, pytest.param(TP2 | {"use_distributed_optimizer": False}, marks=pytest.mark.slow)], ids=str)
 def test_adamw_is_that_of_fsdp(models, ranks1, ranks2, tools, layout):
     """Decay is for all parameters, norms and biases too; clipping is by the whole gradient: one step moves every weight alike."""
     expected = tools.update(ranks1, adam(tools.make_config(models["qwen2 tied"], "fsdp")), tools.make_batch(*LENGTHS))
@@ -28,7 +29,7 @@ def test_adamw_is_that_of_fsdp(models, ranks1, ranks2, tools, layout):
             assert (got.gradients[name] - x).norm() <= 1e-3 * x.norm(), name
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+@pytest.mark.parametrize("layout", [TP2, pytest.param(PP2, marks=pytest.mark.slow)], ids=str)
 def test_recomputation(models, ranks1, ranks2, tools, layout):
     """Layers that are computed again in the backward pass change no number."""
     expected = tools.update(ranks1, tools.make_config(models["llama"], "fsdp"), tools.make_batch(*LENGTHS))
@@ -47,7 +48,7 @@ def test_ranks_without_work(models, ranks1, ranks2, tools):
     assert expected.metrics["grad_norm"] == 0.0
 
 
-@pytest.mark.parametrize("layout", [{}, TP2, PP2], ids=str)
+@pytest.mark.parametrize("layout", [PP2, *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, TP2))], ids=str)
 def test_non_finite_gradient(models, ranks2, tools, layout):
     """Case 66: NaN in the second of three updates: all ranks skip it, and weights, optimizer and schedule are as if it had never
     been."""
@@ -65,8 +66,8 @@ def test_non_finite_gradient(models, ranks2, tools, layout):
         history = [workers.update("actor", one, tools.TokenLoss(), one.denominators(), 0.7) for one in updates]
         return history, workers.call("weights", "actor")
 
-    history, weights = drive(ranks2, config, script, True)
-    clean, expected = drive(ranks2, config, script, False)
+    history, weights = drive(ranks2, config, script, True, timeout=180)
+    clean, expected = drive(ranks2, config, script, False, timeout=180)
     assert [h["skipped"].result for h in history] == [0.0, 1.0, 0.0]
     assert [h["lr"].result for h in history] == pytest.approx([0.009, 0.008, 0.008])
     assert history[2] == clean[1]
@@ -75,6 +76,7 @@ def test_non_finite_gradient(models, ranks2, tools, layout):
         assert all(torch.equal(weights[rank][name], x) for name, x in expected[rank].items())
 
 
+@pytest.mark.slow
 def test_bfloat16(models, ranks1, ranks2, tools):
     """Weights in half precision, of which the optimizer has a float32 copy: near float32."""
     expected = tools.update(ranks1, adam(tools.make_config(models["llama"], "fsdp")), tools.make_batch(*LENGTHS))

@@ -46,7 +46,7 @@ def test_round_trip(models, ranks2, tools):
                     found[kind, number] = dict(stream)
         return found
 
-    for found in ranks2.run(run, timeout=120):
+    for found in ranks2.run(run, timeout=180):
         for (kind, layout), sent in found.items():
             saved = load_file(models[kind] / "model.safetensors")
             assert sent.keys() == saved.keys(), (kind, layout)
