@@ -65,3 +65,29 @@ def test_overrides(models, ranks1, tools):
     config = tools.make_config(models["llama"], override_ddp_config={"use_distributed_optimizer": True})
     with pytest.raises(ValueError, match="use_distributed_optimizer follow from the model and the other keys"):
         tools.update(ranks1, config, tools.make_batch(5))
+
+
+def test_entry_modules_are_light():
+    """What names, configuration and layout need imports neither torch nor Megatron."""
+    import subprocess
+    import sys
+
+    code = "import sys, rlrun_megatron.backend; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "moe"])
+def test_fields_of_a_gpu(models, ranks1, tools, kind):
+    """Megatron takes the fused parts that are for GPUs alone."""
+    def run():
+        import torch
+
+        from rlrun.models.loading import load_config
+        from rlrun_megatron.model import transformer_config
+        from rlrun_megatron.plugin import MegatronConfig
+
+        config = MegatronConfig(override_transformer_config={"recompute_granularity": "selective"})
+        made = transformer_config(load_config(str(models[kind])), config, torch.bfloat16, False, True)
+        return made.bias_dropout_fusion, made.recompute_granularity, made.attention_dropout
+
+    assert ranks1.run(run, timeout=180) == [(True, "selective", 0.0)]

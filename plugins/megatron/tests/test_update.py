@@ -38,6 +38,15 @@ def test_recomputation(models, ranks1, ranks2, tools, layout):
     tools.assert_same(tools.update(ranks2, config, tools.make_batch(*LENGTHS)), expected)
 
 
+def test_dropout_is_off(ranks2, tools, tmp_path):
+    """Case 70: a model whose configuration has dropout computes the same in training as before it, to the last bit."""
+    from rlrun.testing.tiny import save_tiny
+
+    save_tiny(tmp_path, "qwen3", attention_dropout=0.5, **tools.SIZES)
+    got = tools.update(ranks2, tools.make_config(tmp_path, micro=12, **PP2), tools.make_batch(*LENGTHS))
+    assert all(torch.equal(got.kept[name], x) for name, x in got.columns.items())
+
+
 def test_ranks_without_work(models, ranks1, ranks2, tools):
     """One sequence for two ranks, a sequence without loss tokens, no loss tokens at all: the other rank follows."""
     for lengths in ((7,), (9, 2), (2, 2)):
