@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rlrun.batch import Batch
 from rlrun.models import loading
 from rlrun.models.images import KINDS
+from rlrun.rollout.hf import HfRollout
 from rlrun.testing.images import IMAGE_TOKEN, image_batch, own_log_probs, save_tiny_vlm
 from rlrun.testing.tiny import save_tiny
 
@@ -81,5 +84,8 @@ def test_refusals(folder, tmp_path):
     save_tiny(tmp_path, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     with pytest.raises(ValueError, match="images, which LlamaForCausalLM does not read"):
         packed_row(loading.load_policy(str(tmp_path), "lm", torch.float32), batch)
+    config = SimpleNamespace(model=SimpleNamespace(path=str(folder), tokenizer=None), rollout=SimpleNamespace(engine_args={}))
+    with pytest.raises(ValueError, match="rollouts with images are not supported"):
+        HfRollout(config, torch.device("cpu"), 0)
     with pytest.raises(ValueError, match="differ in columns"):
         Batch.concat([batch, Batch(batch.cu_seqlens, batch.tokens, batch.sequences)])

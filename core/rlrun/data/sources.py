@@ -120,6 +120,9 @@ def to_row(config: SourceConfig, record: Any, number: int) -> Row:
                          f"there is {', '.join(record)}")
     prompt = record[config.prompt_key]
     _check_prompt(prompt, origin)
+    if media := [name for name in ("image", "images", "video", "videos") if record.get(name)]:
+        raise ValueError(f"{origin}: the row has {', '.join(media)}, which data and rollout do not support: leave the column out "
+                         "to train on the text alone")
     key = config.answer_key
     if key == "answer" and "answer" not in record and isinstance(record.get("reward_model"), Mapping):
         key = "reward_model.ground_truth"
@@ -142,6 +145,10 @@ def _check_prompt(prompt: Any, origin: str) -> None:
             raise ValueError(f"{origin}: message {index} has no role: {message!r}")
         if not isinstance(message.get("content"), str | list) or message["content"] == []:
             raise ValueError(f"{origin}: message {index} ({role}) has no content: {message.get('content')!r}")
+        parts = message["content"] if isinstance(message["content"], list) else []
+        if other := {str(part.get("type")) for part in parts if isinstance(part, Mapping)} - {"text"}:
+            raise ValueError(f"{origin}: message {index} ({role}) has parts of type {', '.join(sorted(other))}: prompts are text "
+                             "alone; images are not supported in data and rollout")
 
 
 def _nested(record: Mapping[str, Any], key: str) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlrun.memory import empty_cache
+from rlrun.models.images import reads_images
 from rlrun.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class HfRollout:
         self.policy_version = -1
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer or config.model.path)
         model_config = AutoConfig.from_pretrained(config.model.path)
+        if reads_images(model_config):
+            raise ValueError(f"rollout.engine hf generates from text models alone, but {config.model.path} reads images: "
+                             "rollouts with images are not supported")
         dtype = getattr(torch, config.model.dtype)
         with torch.device(device):
             self.model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation="sdpa").eval()
