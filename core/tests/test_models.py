@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlrun.batch import Batch
 from rlrun.models import folder, loading
 from rlrun.testing.tiny import build_tokenizer, save_tiny
 
@@ -94,15 +95,38 @@ def test_cache_is_refused(tmp_path):
         policy.model(torch.tensor([[1, 2, 3]]), packed=loading_packed())
 
 
-def test_attention_sinks_are_refused(tmp_path):
-    """Attention that the packed kernel would compute otherwise is an error at load."""
+@pytest.mark.parametrize("window", [2, 100])
+def test_attention_sinks(tmp_path, window):
+    """gpt-oss in packed rows has the log-probabilities and gradients, of sinks too, of transformers' own eager attention, one
+    sequence at a time, with sliding windows that cut and that do not."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("gpt_oss", vocab_size=258, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
-                                  num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2)
+    config = AutoConfig.for_model(
+        "gpt_oss", vocab_size=258, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=window,
+        initializer_range=0.3)
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="sinks|attention"):
-        loading.load_policy(str(tmp_path), "lm", torch.float32)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    policy = loading.load_policy(str(tmp_path), "lm", torch.float32)
+    ids, cu_seqlens = torch.arange(2, 14), torch.tensor([0, 4, 5, 12])
+    columns = []
+    for part in ids.tensor_split(cu_seqlens[1:-1]):
+        chosen = own(part[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, part[1:, None])[:, 0]
+        columns.append(torch.cat([chosen.new_zeros(1), chosen]))
+    expected = torch.cat(columns)
+    batch = Batch(cu_seqlens, {"ids": ids})
+    got = policy(policy.row(ids, cu_seqlens, batch.position_ids, batch.position_ids > 0), {"log_probs"})["log_probs"]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1, 1, 12)
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = dict(policy.model.named_parameters())
+    sinks = [name for name in gradients if "sinks" in name]
+    assert len(sinks) == 2
+    assert all(float(gradients[name].grad.norm()) > 1e-3 for name in sinks)
+    for name, p in own.named_parameters():
+        assert (gradients[name].grad - p.grad).norm() <= 1e-4 * max(float(p.grad.norm()), 1e-3), name
 
 
 def test_unknown_logit_transform_is_refused(tmp_path, monkeypatch):

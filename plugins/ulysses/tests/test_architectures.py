@@ -20,6 +20,7 @@ WINDOWED = ("mistral", "gemma2", "gemma3_text", "phi3", "olmo3", "cohere2", "exa
 EQUAL: dict[str, dict] = {
     **{name: {} for name in PLAIN}, **dict.fromkeys(WINDOWED, WINDOW), "gemma2 capped": WINDOW | {"attn_logit_softcapping": 2.0},
     "qwen2_moe": MOE, "qwen3_moe": MOE, "mixtral": LOCAL, "granitemoe": LOCAL, "deepseek_v3": MLA,
+    "gpt_oss": WINDOW | LOCAL | {"initializer_range": 0.3},
 }
 REFUSED = {  # by the plugin, or by packed attention before it
     "falcon_h1": ({}, "layers of kind hybrid read other tokens"),
@@ -31,6 +32,17 @@ REFUSED = {  # by the plugin, or by packed attention before it
     "bloom": ({}, "does not take its attention from transformers' attention interface"),
     "stablelm": ({}, "packed attention needs packed="), "nemotron": ({}, "packed attention needs packed="),
 }
+
+
+def test_table():
+    """The README names each architecture that is compared or refused here, and each that reads images."""
+    import re
+    from pathlib import Path
+
+    from rlrun.models.images import KINDS
+
+    table = (Path(__file__).parents[1] / "README.md").read_text().partition("## Which models")[2]
+    assert {name.split()[0] for name in (*EQUAL, *REFUSED, *KINDS)} <= set(re.findall(r"\w+", table))
 
 
 def compare(name: str, changes: dict) -> None:

@@ -20,6 +20,12 @@ def over_all_ranks():
     return Ulysses(dist.group.WORLD)
 
 
+def mine(x):
+    import torch.distributed as dist
+
+    return x.chunk(dist.get_world_size(), 2)[dist.get_rank()]
+
+
 def test_one_model_at_a_time(gpt2, ranks1):
     """Only the patched model changes; a second patch and removal are as if there had been one and none."""
     def run():
@@ -144,19 +150,26 @@ def test_what_is_sent(ranks2, tools, tmp_path, kv_heads):
 
 
 def test_attention_sinks(ranks2):
-    """Each rank hands its own heads' sinks to the attention that it wraps."""
+    """Over two ranks attention has its own heads' sinks: outputs, and gradients added over ranks, are those of one rank."""
     def run():
         import torch.distributed as dist
 
-        def inner(module, query, key, value, attention_mask, *, packed=None, s_aux=None):
-            return (query * s_aux[None, :, None, None]).transpose(1, 2), None
+        from rlrun.models.attention import packed_attention
 
-        attention = over_all_ranks()._around(inner)
+        packed, module = Packed.of(torch.tensor([0, 5, 6])), torch.nn.Identity()
         generator = torch.Generator().manual_seed(0)
-        whole, sinks = torch.randn(1, 4, 6, 8, generator=generator), torch.randn(4, generator=generator)
-        part = whole.chunk(2, 2)[dist.get_rank()]
-        output, _ = attention(torch.nn.Identity(), part, part, part, None, s_aux=sinks)
-        torch.testing.assert_close(output, (part * sinks[None, :, None, None]).transpose(1, 2))
+        q, k, v, weights = (torch.randn(1, n, 6, 8, generator=generator, dtype=torch.float64) for n in (4, 2, 2, 4))
+        sinks = torch.randn(4, generator=generator, dtype=torch.float64)
+        results = []
+        for attention, part in ((packed_attention, lambda x: x), (over_all_ranks()._around(packed_attention), mine)):
+            leaves = [part(x).clone().requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
+            output, _ = attention(module, *leaves[:3], None, s_aux=leaves[3], packed=packed, sliding_window=3)
+            (output * part(weights).transpose(1, 2)).sum().backward()
+            results.append([output.transpose(1, 2), *(x.grad for x in leaves)])
+        (*whole, of_sinks), (*parts, added) = results
+        dist.all_reduce(added)
+        for got, expected in zip([*parts, added], [*map(mine, whole), of_sinks]):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
     ranks2.run(run)
 
