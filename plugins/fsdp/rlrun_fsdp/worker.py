@@ -17,12 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from rlrun.batch import Atom, Batch, inverse, micro_batches
+from rlrun.batch import Atom, Batch, inverse
 from rlrun.memory import empty_cache
 from rlrun.metrics import Value
 from rlrun.models.loading import saved_weights
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
+from rlrun.workers.training import Terms, agreed_micro_batches
 from rlrun_fsdp.checkpoint import Staging, save
 from rlrun_fsdp.lora import adapters, add_adapters, switched_off
 from rlrun_fsdp.plugin import FsdpConfig
@@ -157,7 +158,7 @@ class FsdpWorker:
         """See `Worker.update`."""
         assert self.optimizer is not None, f"{self.spec.role} is frozen"
         self.optimizer.zero_grad()
-        sums: dict[tuple[str, Kind], Tensor] = {}
+        terms = Terms(denominators)
         parts = self._micro_batches(batch, atom)
         kept: list[Batch] = []
         for number, rows in enumerate(parts, 1):
@@ -170,20 +171,11 @@ class FsdpWorker:
             outputs = self._outputs(micro, self.spec.want, temperature)
             if keep is not None and len(micro):
                 kept.append(Batch(micro.cu_seqlens, {name: column.detach() for name, column in outputs.items()}))
-            # Zero, with a gradient of exact zeros: every rank runs the same backward, whatever its loss depends on.
-            total = torch.stack([column[:0].sum() for column in outputs.values()]).sum()
-            for name, term in (loss(outputs, there) if len(micro) else {}).items():
-                value, key = term.sum.detach().double(), (name, term.kind)
-                if term.kind == "max":
-                    sums[key] = torch.maximum(sums.get(key, value), value)
-                    continue
-                sums[key] = sums.get(key, 0.0) + value
-                if term.coef != 0.0:  # FSDP averages gradients over ranks, but local sums must be added
-                    total = total + term.sum * (term.coef * dist.get_world_size() / (denominators[term.kind] or 1.0))
-            total.backward()
+            # FSDP averages gradients over ranks, but local sums must be added.
+            terms.loss(outputs, loss(outputs, there) if len(micro) else {}, dist.get_world_size()).backward()
         if keep is not None and kept:
             keep.update(Batch.concat([part.to("cpu") for part in kept]).select(inverse(parts)).tokens)
-        return self._step() | self._reduced(sums, denominators)
+        return self._step() | self._reduced(terms)
 
     def _step(self) -> dict[str, Value]:
         assert self.optimizer is not None
@@ -204,32 +196,15 @@ class FsdpWorker:
         self.optimizer.zero_grad()
         return {"grad_norm": Value(norm), "lr": Value(lr), "skipped": Value(float(skipped))}
 
-    def _reduced(self, sums: Mapping[tuple[str, Kind], Tensor], denominators: Mapping[str, float]) -> dict[str, Value]:
-        """Terms over all shards, an equal part of each on every rank, so that ranks add up to the whole."""
-        local = dict(zip(sums, torch.stack([*sums.values()]).tolist() if sums else []))
+    def _reduced(self, terms: Terms) -> dict[str, Value]:
         group = self.mesh.get_group("dp")
-        shards = dist.get_world_size(group)
-        parts: list[dict[tuple[str, Kind], float]] = [local] * shards
-        if shards > 1:
-            dist.all_gather_object(parts, local, group=group)
-        values = {}
-        for name, kind in dict.fromkeys(key for part in parts for key in part):
-            numbers = [part[name, kind] for part in parts if (name, kind) in part]
-            values[name] = (Value(max(numbers)) if kind == "max" else
-                            Value(math.fsum(numbers) / shards, denominators[kind] / shards))
-        return values
+        shards: list[dict[tuple[str, Kind], float]] = [terms.numbers()] * dist.get_world_size(group)
+        if len(shards) > 1:
+            dist.all_gather_object(shards, shards[0], group=group)
+        return terms.values(shards)
 
     def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
-        """Rows of each micro-batch, sorted by length (see `Packed.runs`); as many on every rank, some empty."""
-        starts = batch.cu_seqlens[:-1][batch.lengths > 0]
-        if batch.num_tokens and bool(batch.tokens["loss_mask"][starts].any()):
-            raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
-        lengths = batch.lengths.tolist()
-        parts = micro_batches(batch, self.spec.config.actor.tokens_per_micro_batch, atom)
-        count = torch.tensor(len(parts), device=self.spec.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        parts += [[]] * (int(count) - len(parts))
-        return [sorted(rows, key=lengths.__getitem__) for rows in parts]
+        return agreed_micro_batches(batch, self.spec.config.actor.tokens_per_micro_batch, atom, self.spec.device)
 
     def _outputs(self, micro: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         if micro.num_tokens == 0:  # tokens that nothing is computed of: collectives match those of the other ranks

@@ -19,19 +19,18 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlrun.batch import Atom, Batch, micro_batches, to_device
+from rlrun.batch import Atom, Batch, to_device
 from rlrun.metrics import Value
 from rlrun.models.attention import Packed
 from rlrun.models.folder import load_config
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
+from rlrun.workers.training import Terms, agreed_micro_batches
 from rlrun_megatron.groups import arrange
 from rlrun_megatron.layers import Row
 from rlrun_megatron.model import Stage, init_value_head, made, transformer_config
 from rlrun_megatron.plugin import MegatronConfig
 from rlrun_megatron.weights import Stream, load
-
-Sums = dict[tuple[str, Kind], Tensor]
 
 
 class MegatronWorker:
@@ -135,12 +134,12 @@ class MegatronWorker:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = self._micro_batches(batch, atom)
-        sums: Sums = {}
-        measured = partial(_losses, loss, denominators, sums, self.spec.device)
+        terms = Terms(denominators)
+        measured = partial(_losses, loss, terms, self.spec.device)
         outputs = self._run([batch.select(rows) for rows in parts], self.spec.want, temperature, measured, False)
         if keep is not None:
             keep.update(self._columns(batch, parts, outputs, self.spec.want))
-        return self._step() | self._reduced(sums, denominators)
+        return self._step() | self._reduced(terms)
 
     def _columns(self, batch: Batch, parts: list[list[int]], outputs: list[dict[str, Tensor]],
                  want: AbstractSet[str]) -> dict[str, Tensor]:
@@ -197,17 +196,8 @@ class MegatronWorker:
                    to_device(targets[chosen], device), Packed.of(cu_seqlens, device, multiple), len(ids), want, temperature)
 
     def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
-        """Rows of each micro-batch, sorted by length (see `Packed.runs`); as many on every rank, some empty."""
-        starts = batch.cu_seqlens[:-1][batch.lengths > 0]
-        if batch.num_tokens and bool(batch.tokens["loss_mask"][starts].any()):
-            raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
-        lengths = batch.lengths.tolist()
-        parts = micro_batches(batch, self.spec.config.actor.tokens_per_micro_batch, atom)
-        count = torch.tensor(len(parts), device=self.spec.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX)
         together = self.config.pipeline_model_parallel_size if self.config.virtual_pipeline_model_parallel_size else 1
-        parts += [[]] * (int(count) + -int(count) % together - len(parts))
-        return [sorted(rows, key=lengths.__getitem__) for rows in parts]
+        return agreed_micro_batches(batch, self.spec.config.actor.tokens_per_micro_batch, atom, self.spec.device, together)
 
     @torch.no_grad()
     def _step(self) -> dict[str, Value]:
@@ -243,19 +233,11 @@ class MegatronWorker:
             total += float(square)
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
-    def _reduced(self, sums: Sums, denominators: Mapping[str, float]) -> dict[str, Value]:
-        """Terms over all shards, an equal part of each for every shard, so that shards add up to the whole."""
-        local = dict(zip(sums, torch.stack([*sums.values()]).tolist() if sums else []))
-        everyones: list[dict[tuple[str, Kind], float] | None] = [local] * self.layout.ranks
+    def _reduced(self, terms: Terms) -> dict[str, Value]:
+        everyones: list[dict[tuple[str, Kind], float] | None] = [terms.numbers()] * self.layout.ranks
         if self.layout.ranks > 1:
-            dist.all_gather_object(everyones, local if self._reports() else None)
-        parts, shards = [part for part in everyones if part is not None], self.layout.dp
-        values = {}
-        for name, kind in dict.fromkeys(key for part in parts for key in part):
-            numbers = [part[name, kind] for part in parts if (name, kind) in part]
-            values[name] = (Value(max(numbers)) if kind == "max" else
-                            Value(math.fsum(numbers) / shards, denominators[kind] / shards))
-        return values
+            dist.all_gather_object(everyones, everyones[0] if self._reports() else None)
+        return terms.values([part for part in everyones if part is not None])
 
     def _reports(self) -> bool:
         """Whether this rank speaks for its shard: one of those that compute its loss."""
@@ -294,18 +276,8 @@ def _keep_outputs(micro: Batch, outputs: dict[str, Tensor]) -> tuple[Tensor, Ten
     return first.new_zeros(()), torch.zeros((), dtype=torch.int), outputs
 
 
-def _losses(loss: Loss, denominators: Mapping[str, float], sums: Sums, device: torch.device, micro: Batch,
+def _losses(loss: Loss, terms: Terms, device: torch.device, micro: Batch,
             outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """A micro-batch's part of the global loss, which no schedule divides where it comes with a number of tokens; its terms are
-    added to `sums`."""
-    # Zero, with a gradient of exact zeros: every rank runs the same backward, whatever its loss depends on.
-    total = torch.stack([column[:0].sum() for column in outputs.values()]).sum()
-    for name, term in (loss(outputs, micro.to(device)) if len(micro) else {}).items():
-        value, key = term.sum.detach().double(), (name, term.kind)
-        if term.kind == "max":
-            sums[key] = torch.maximum(sums.get(key, value), value)
-            continue
-        sums[key] = sums.get(key, 0.0) + value
-        if term.coef != 0.0:
-            total = total + term.sum * (term.coef / (denominators[term.kind] or 1.0))
+    """A micro-batch's part of the global loss, which no schedule divides where it comes with a number of tokens."""
+    total = terms.loss(outputs, loss(outputs, micro.to(device)) if len(micro) else {})
     return total, torch.zeros((), dtype=torch.int, device=device), {name: x.detach() for name, x in outputs.items()}
