@@ -9,7 +9,7 @@ import torch
 
 from rlrun.batch import Batch
 from rlrun.models import loading
-from rlrun.models.images import KINDS
+from rlrun.models.images import COLUMNS, KINDS
 from rlrun.rollout.hf import HfRollout
 from rlrun.testing.images import IMAGE_TOKEN, image_batch, own_log_probs, save_tiny_vlm
 from rlrun.testing.tiny import save_tiny
@@ -79,8 +79,15 @@ def test_refusals(folder, tmp_path):
     batch = image_batch(*MIXED)
     policy = loading.load_policy(str(folder), "lm", torch.float32)
     batch.tokens["ids"][-1] = IMAGE_TOKEN
-    with pytest.raises(ValueError, match="sequence 4 has 1 image tokens, but its images make 0"):
+    with pytest.raises(ValueError, match="sequence 4 has 1 image tokens and 0 patches, but image_grid_thw makes 0 and 0"):
         packed_row(policy, batch)
+    batch = image_batch([(1, 4, 4)], [(1, 2, 6)])
+    batch.ragged["pixel_values"].reverse()
+    with pytest.raises(ValueError, match="sequence 0 has 4 image tokens and 12 patches, but image_grid_thw makes 4 and 16"):
+        packed_row(policy, batch)
+    for other in ({"pixel_values": [None]}, {name: [None] for name in (*COLUMNS, "pixel_values_videos")}):
+        with pytest.raises(ValueError, match="ragged columns pixel_values and image_grid_thw, videos not at all"):
+            policy.row(torch.arange(2), torch.tensor([0, 2]), torch.arange(2), torch.arange(2) > 0, ragged=other)
     save_tiny(tmp_path, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     with pytest.raises(ValueError, match="images, which LlamaForCausalLM does not read"):
         packed_row(loading.load_policy(str(tmp_path), "lm", torch.float32), batch)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
 COLUMNS = ("pixel_values", "image_grid_thw")
+_VIDEOS = ("pixel_values_videos", "video_grid_thw")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,15 @@ def reads_images(config: PretrainedConfig) -> bool:
     return config.model_type in KINDS
 
 
+def has_images(ragged: Mapping[str, list[Any]]) -> bool:
+    """Whether there are columns of images, also where no sequence has one. Raises ValueError for half of them, and for videos."""
+    known = [name for name in (*COLUMNS, *_VIDEOS) if name in ragged]
+    if known and known != [*COLUMNS]:
+        raise ValueError(f"images come in the ragged columns {' and '.join(COLUMNS)}, videos not at all; there is "
+                         f"{', '.join(known)}")
+    return bool(known)
+
+
 def images_of(model: PreTrainedModel, ids: Tensor, cu_seqlens: Tensor, ragged: Mapping[str, list[Any]],
               sp: SequenceParallel | None, device: torch.device | str) -> tuple[Images, Tensor]:
     """The images of a row [T], and position ids [3, T] of all its tokens by the model's own rule, one sequence at a time.
@@ -48,11 +58,14 @@ def images_of(model: PreTrainedModel, ids: Tensor, cu_seqlens: Tensor, ragged: M
         raise ValueError(f"the batch has images, which {type(model).__name__} does not read; models that do: {', '.join(KINDS)}")
     pixels, grids = (ragged[name] for name in COLUMNS)
     is_image, merge = ids == model.config.image_token_id, model.config.vision_config.spatial_merge_size
+    parts = (x.split(cu_seqlens.diff().tolist()) for x in (ids, is_image))
     positions = []
-    for number, (own, marked, grid) in enumerate(zip(*(x.split(cu_seqlens.diff().tolist()) for x in (ids, is_image)), grids)):
-        tokens = 0 if grid is None else int(grid.prod(-1).sum()) // merge**2
-        if tokens != int(marked.sum()):
-            raise ValueError(f"sequence {number} has {int(marked.sum())} image tokens, but its images make {tokens}")
+    for number, (own, marked, patches, grid) in enumerate(zip(*parts, pixels, grids)):
+        expected = 0 if grid is None else int(grid.prod(-1).sum())
+        found = int(marked.sum()), 0 if patches is None else len(patches)
+        if found != (expected // merge**2, expected):
+            raise ValueError(f"sequence {number} has {found[0]} image tokens and {found[1]} patches, but image_grid_thw makes "
+                             f"{expected // merge**2} and {expected}")
         positions.append(model.base_model.get_rope_index(own[None], marked[None].int(), image_grid_thw=grid)[0][:, 0])
     pixels, grids = ([x for x in column if x is not None] for column in (pixels, grids))
     if not grids:
@@ -62,8 +75,8 @@ def images_of(model: PreTrainedModel, ids: Tensor, cu_seqlens: Tensor, ragged: M
     if sp is not None:
         local, sources = sp.shard(local), sp.shard(sources)
     slots = local.nonzero()[:, 0]
-    parts = torch.cat(pixels), torch.cat(grids), slots, sources[slots]
-    return Images(*(to_device(x, device) for x in parts)), torch.cat(positions, 1)
+    images = Images(*(to_device(x, device) for x in (torch.cat(pixels), torch.cat(grids), slots, sources[slots])))
+    return images, torch.cat(positions, 1)
 
 
 def embed(model: PreTrainedModel, ids: Tensor, images: Images) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlrun.batch import to_device
 from rlrun.models.attention import Packed, enable_packed_attention
-from rlrun.models.images import Images, embed, images_of
+from rlrun.models.images import Images, embed, has_images, images_of
 from rlrun.models.log_probs import chosen_log_probs
 from rlrun.workers.protocol import SequenceParallel
 
@@ -81,7 +81,7 @@ class PolicyModel(nn.Module):
 
         Made on the CPU, from tensors there: what depends on lengths and masks would make this process wait for the device."""
         sp, images = self.sequence_parallel, None
-        if ragged and "pixel_values" in ragged:
+        if ragged and has_images(ragged):
             images, position_ids = images_of(self.model, ids, cu_seqlens, ragged, sp, device)
         # Hidden state p predicts token p + 1. The shift is done on the whole row, before it is cut over ranks.
         whole = (ids, position_ids, ids.roll(-1), loss_mask.roll(-1))
