@@ -132,7 +132,7 @@ def test_wheels(tmp_path):
             f"assert rlrun.__file__.startswith({str(target)!r}) and rlrun_fsdp.__file__.startswith({str(target)!r}); "
             "from rlrun.cli import main; main()")
     for arguments, said in ((["--version"], "rlrun 0.1"), (["plugins"], "fsdp")):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240, cwd=tmp_path,
                               env=runs.environment({"PYTHONPATH": str(target)}))
         assert done.returncode == 0, done.stderr
         assert said in done.stdout

@@ -70,7 +70,7 @@ def process(site):
     def process(*args, code=0, before=""):
         program = f"import sys\n{before}\nfrom rlrun.cli import main\nmain()"
         done = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, cwd=site,
-                              timeout=60, env={**os.environ, "PYTHONPATH": str(site)})
+                              timeout=240, env={**os.environ, "PYTHONPATH": str(site)})
         assert done.returncode == code, done.stderr
         return done
 

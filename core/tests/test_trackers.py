@@ -106,7 +106,7 @@ def test_console_is_live_on_a_terminal(tmp_path):
     code = ("from pathlib import Path\nfrom rlrun.trackers.console import Console\n"
             f"c = Console(Path({str(tmp_path)!r}), 20, 3)\nc.phase('gen')\nc.log({METRICS!r}, 12)\nc.close()\n")
     ours, theirs = pty.openpty()
-    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, timeout=60,
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, timeout=240,
                    env={**os.environ, "TERM": "xterm", "COLUMNS": "200"})
     os.close(theirs)
     text = b""

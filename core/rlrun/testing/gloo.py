@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlrun.config.schema import Config
 from rlrun.plugins import Plugins
-from rlrun.testing.ranks import RankPool, _FirstRanks
+from rlrun.testing.ranks import HANG_S, RankPool, _FirstRanks
 from rlrun.workers.group import WorkerGroup
 from rlrun.workers.rank import Rank
 
@@ -54,7 +54,7 @@ class GlooRanks:
 
 
 def drive(
-    pool: RankPool | _FirstRanks, config: Config, script: Callable[..., Any], *args: Any, timeout: float = 60.0
+    pool: RankPool | _FirstRanks, config: Config, script: Callable[..., Any], *args: Any, timeout: float = HANG_S
 ) -> Any:
     """What `script(worker_group, plugins, config, *args)` returns, run beside the pool's first rank."""
     config.resources.train_ranks = pool.world_size

@@ -192,7 +192,7 @@ def test_a_full_disk_reaches_all_ranks(gpt2, ranks2, tools, tmp_path, contents, 
             return [type(e).__name__ for e in chain], str(chain)
         return None
 
-    for names, text in ranks2.run(run, timeout=30):
+    for names, text in ranks2.run(run):
         assert "OSError" in names
         assert "No space left" in text
 
@@ -215,7 +215,7 @@ def test_only_a_disk_is_forgiven(gpt2, ranks2, tools, tmp_path):
                 return type(error).__name__, str(error)
         return None
 
-    assert ranks2.run(run, timeout=30) == [
+    assert ranks2.run(run) == [
         ("KeyError", "'a bug on rank 0'"), ("RuntimeError", "saving failed on rank 0: KeyError('a bug on rank 0')")]
 
 
