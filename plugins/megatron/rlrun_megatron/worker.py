@@ -23,6 +23,7 @@ from rlrun.batch import Atom, Batch, to_device
 from rlrun.metrics import Value
 from rlrun.models.attention import Packed
 from rlrun.models.folder import load_config
+from rlrun.models.images import COLUMNS
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
 from rlrun.workers.training import Terms, agreed_micro_batches
@@ -118,7 +119,7 @@ class MegatronWorker:
 
     def forward(self, batch: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         """See `Worker.forward`. Columns are on the CPU."""
-        plain = Batch(batch.cu_seqlens, {name: batch.tokens[name] for name in ("ids", "loss_mask")})
+        plain = Batch(batch.cu_seqlens, {name: batch.tokens[name] for name in ("ids", "loss_mask")}, {}, batch.ragged)
         parts = self._micro_batches(plain, "sequence")
         with torch.no_grad():
             outputs = self._run([plain.select(rows) for rows in parts], frozenset(want), temperature, _keep_outputs, True)
@@ -196,6 +197,8 @@ class MegatronWorker:
                    to_device(targets[chosen], device), Packed.of(cu_seqlens, device, multiple), len(ids), want, temperature)
 
     def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
+        if images := [name for name in COLUMNS if name in batch.ragged]:
+            raise ValueError(f"the batch has images ({', '.join(images)}), which the megatron backend does not read: take fsdp")
         together = self.config.pipeline_model_parallel_size if self.config.virtual_pipeline_model_parallel_size else 1
         return agreed_micro_batches(batch, self.spec.config.actor.tokens_per_micro_batch, atom, self.spec.device, together)
 

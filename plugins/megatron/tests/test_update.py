@@ -125,3 +125,11 @@ def test_vocabulary_parallel_log_probs(ranks2):
     for pairs in ranks2.run(run):
         for got, expected in pairs:
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_images_are_refused(models, ranks1, tools):
+    """A batch with images is not trained on as if it had none."""
+    batch = tools.make_batch(5, 9)
+    batch.ragged |= {"pixel_values": [None, None], "image_grid_thw": [None, None]}
+    with pytest.raises(ValueError, match="which the megatron backend does not read"):
+        tools.update(ranks1, tools.make_config(models["llama"]), batch)
