@@ -33,16 +33,15 @@ START_LIMIT_S = 300.0
 LONGEST_BASE = 26  # Ray's sockets lie up to 80 characters deeper, and their paths may have 107
 
 REAPER = r"""
-read -r _ || {
-    for p in /proc/[0-9]*; do
-        grep -qs ^ray:: $p/cmdline && ls -l $p/fd 2>/dev/null | grep -qF "$0/" && kill -9 ${p#/proc/}
-    done
-    sleep 1
-}
+read -r _; killed=$?
+for p in /proc/[0-9]*; do
+    grep -qs ^ray:: $p/cmdline && ls -l $p/fd 2>/dev/null | grep -qF "$0/" && kill -9 ${p#/proc/}
+done
+[ $killed = 0 ] || sleep 1
 rm -rf "$0"
 """
-"""Removes a cluster's folder, at the run's end or where the driver is killed. Most of Ray's processes die with the driver
-then, but its agents would try to report that for a minute; they are known by the log files that they hold open there."""
+"""Removes a cluster's folder, at the run's end or where the driver is killed. Most of Ray's processes die then, but its agents
+may try to report that for a minute; they are known by the log files that they hold open there."""
 
 
 class RayRank(rank_module.Rank):
