@@ -164,7 +164,7 @@ def ray(ranks: int = 2) -> dict[str, Any]:
     return {"train_ranks": ranks, "launcher": "ray"}
 
 
-def rl_run(config: Path, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120,
+def rl_run(config: Path, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 240,
            ) -> subprocess.CompletedProcess[str]:
     """`rl-run CONFIG ARGUMENTS` in the configuration's folder, to its end."""
     command = [sys.executable, "-m", "rlrun", str(config), *arguments]
