@@ -1,10 +1,10 @@
-"""What backends need to save their workers: ranks that succeed or fail together, and random states."""
+"""What backends need to save their workers: ranks that succeed or fail together, and what all of them keep alike."""
 
 from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+
+from rlrun.checkpoint import flush
+from rlrun.models.loading import export
+from rlrun.workers.protocol import RoleSpec
 
 Result = TypeVar("Result")
 
@@ -58,6 +63,41 @@ def _of_disk(error: BaseException, directory: Path) -> bool:
     failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     full = directory.exists() and shutil.disk_usage(directory).free < _FULL_BYTES
     return full or any(isinstance(one, OSError) or any(text in str(one) for text in _WRITER_ERRORS) for one in failures)
+
+
+def write(spec: RoleSpec, directory: Path, parts: Iterable[Callable[[], object]], extra: Mapping[str, Any] | None,
+          whole: Mapping[str, Tensor] | None) -> None:
+    """Write a worker's state: each of the backend's own `parts` on all ranks, every rank's `extra`, and the first rank's whole
+    weights as a model folder. Collective; a failure on any rank raises on all."""
+    first, group = dist.get_rank() == 0, writers()
+    together(directory, group, lambda: directory.mkdir(parents=True, exist_ok=True))
+    for part in parts:
+        together(directory, group, part)
+    if extra is not None:
+        together(directory, group, lambda: torch.save(extra, _extra_path(directory, dist.get_rank())))
+    if whole is not None:
+        source, tokenizer = spec.request.path or spec.config.model.path, spec.config.model.tokenizer or spec.config.model.path
+        together(directory, group, lambda: export(whole.items(), directory / "hf", source, tokenizer) if first else None)
+    together(directory, group, lambda: flush(directory) if first else None)
+
+
+def extra_state(updates: int, device: torch.device) -> dict[str, Any]:
+    """What a rank keeps besides model and optimizer."""
+    return {"updates": updates, "ranks": dist.get_world_size(), "random": random_state(device)}
+
+
+def load_extra(directory: Path, device: torch.device) -> dict[str, Any]:
+    """This rank's extra state, or the first one's where there were fewer ranks. Its random states are brought back where as many
+    ranks wrote them as there are now."""
+    own = _extra_path(directory, dist.get_rank())
+    extra: dict[str, Any] = torch.load(own if own.is_file() else _extra_path(directory, 0), weights_only=True)
+    if extra["ranks"] == dist.get_world_size():
+        set_random_state(extra["random"], device)
+    return extra
+
+
+def _extra_path(directory: Path, rank: int) -> Path:
+    return directory / f"extra_{rank}.pt"
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""What backends need to train: micro-batches that ranks agree on, and loss terms added up over them."""
+"""What backends need to train: micro-batches that ranks agree on, loss terms added up over them, steps that are not taken."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -67,3 +67,18 @@ def agreed_micro_batches(batch: Batch, max_tokens: int, atom: Atom, device: torc
     dist.all_reduce(count, dist.ReduceOp.MAX)
     parts += [[]] * (int(count) + -int(count) % multiple - len(parts))
     return [sorted(rows, key=lengths.__getitem__) for rows in parts]
+
+
+def guarded_step(optimizer: Any, step: Callable[[], object], grads: Callable[[], list[Tensor]], square: float, lr: float,
+                 clip_grad: float) -> dict[str, Value]:
+    """An optimizer's `step` at rate `lr`, by a full gradient of norm sqrt(`square`) that is clipped to `clip_grad` (0: not) by
+    scaling this rank's `grads`; none where the norm is not finite, which is the same on every rank."""
+    norm = math.sqrt(square) if math.isfinite(square) else math.inf
+    skipped = math.isinf(norm)
+    if not skipped:
+        if 0 < clip_grad < norm:
+            torch._foreach_mul_(grads(), clip_grad / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        step()
+    return {"grad_norm": Value(norm), "lr": Value(lr), "skipped": Value(float(skipped))}

@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from rlrun.checkpoint import flush
-from rlrun.models.loading import export
-from rlrun.workers.saving import random_state, set_random_state, together, writers
+from rlrun.workers import saving
+from rlrun.workers.saving import extra_state, load_extra, together, writers
 
 if TYPE_CHECKING:
     from rlrun_fsdp.worker import FsdpWorker
@@ -64,21 +63,10 @@ def save(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> Callab
 def write(worker: FsdpWorker, directory: Path, state: dict[str, Any], extra: dict[str, Any] | None,
           whole: dict[str, Tensor] | None) -> None:
     """Write what `save` took."""
-    first, group = dist.get_rank() == 0, writers()
-    together(directory, group, lambda: directory.mkdir(parents=True, exist_ok=True))
-    if state:
-        writer = FileSystemWriter(directory, sync_files=True)
-        together(directory, group, lambda: dcp_save(state, storage_writer=writer, process_group=group))
-    if extra is not None:
-        together(directory, group, lambda: torch.save(extra, _extra_path(directory, dist.get_rank())))
-    if whole is not None:
-        together(directory, group, lambda: _export(worker, whole, directory / "hf") if first else None)
-    together(directory, group, lambda: flush(directory) if first else None)
+    def sharded() -> None:
+        dcp_save(state, storage_writer=FileSystemWriter(directory, sync_files=True), process_group=writers())
 
-
-def _export(worker: FsdpWorker, weights: dict[str, Tensor], directory: Path) -> None:
-    model = worker.spec.config.model
-    export(weights.items(), directory, worker.spec.request.path or model.path, model.tokenizer or model.path)
+    saving.write(worker.spec, directory, [sharded] if state else [], extra, whole)
 
 
 def load(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
@@ -95,11 +83,7 @@ def load(worker: FsdpWorker, directory: Path, contents: Sequence[str]) -> None:
         sd.set_optimizer_state_dict(
             worker.model, worker.optimizer, {"state": state["optimizer"], "param_groups": groups})
     if "extra" in contents:
-        own = _extra_path(directory, dist.get_rank())
-        extra = torch.load(own if own.is_file() else _extra_path(directory, 0), weights_only=True)
-        worker.updates = extra["updates"]
-        if extra["ranks"] == dist.get_world_size():
-            set_random_state(extra["random"], worker.spec.device)
+        worker.updates = load_extra(directory, worker.spec.device)["updates"]
 
 
 def _sharded_state(worker: FsdpWorker, contents: Sequence[str]) -> dict[str, Any]:
@@ -116,9 +100,5 @@ def _options(worker: FsdpWorker) -> sd.StateDictOptions:
     return sd.StateDictOptions(ignore_frozen_params=worker.adapted, strict=not worker.adapted)
 
 
-def _extra_path(directory: Path, rank: int) -> Path:
-    return directory / f"extra_{rank}.pt"
-
-
 def _extra(worker: FsdpWorker) -> dict[str, Any]:
-    return {"updates": worker.updates, "ranks": dist.get_world_size(), "random": random_state(worker.spec.device)}
+    return extra_state(worker.updates, worker.spec.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -23,7 +22,7 @@ from rlrun.metrics import Value
 from rlrun.models.loading import saved_weights
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
-from rlrun.workers.training import Terms, agreed_micro_batches
+from rlrun.workers.training import Terms, agreed_micro_batches, guarded_step
 from rlrun_fsdp.checkpoint import Staging, save
 from rlrun_fsdp.lora import adapters, add_adapters, switched_off
 from rlrun_fsdp.plugin import FsdpConfig
@@ -183,18 +182,10 @@ class FsdpWorker:
         grads = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
         square = get_total_norm(grads).double().square()
         dist.all_reduce(square, group=self.shard_group)
-        total = float(square)
-        norm = math.sqrt(total) if math.isfinite(total) else math.inf
-        skipped = math.isinf(norm)
-        if not skipped:
-            if 0 < self.optim.clip_grad < norm:
-                torch._foreach_mul_(grads, self.optim.clip_grad / norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.updates += 1
+        metrics = guarded_step(self.optimizer, self.optimizer.step, lambda: grads, float(square), lr, self.optim.clip_grad)
+        self.updates += not metrics["skipped"].total
         self.optimizer.zero_grad()
-        return {"grad_norm": Value(norm), "lr": Value(lr), "skipped": Value(float(skipped))}
+        return metrics
 
     def _reduced(self, terms: Terms) -> dict[str, Value]:
         group = self.mesh.get_group("dp")

@@ -14,6 +14,7 @@ from rlrun.config.schema import ActorConfig, Config, ModelConfig, OptimConfig
 from rlrun.plugins import Plugins
 from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401
 from rlrun.testing.tiny import save_tiny
+from rlrun.testing.updates import random_batch
 from rlrun.workers.protocol import RoleRequest, RoleSpec, Term
 from rlrun_fsdp.backend import Fsdp
 from rlrun_fsdp.plugin import FsdpConfig, WrapPolicy
@@ -77,17 +78,8 @@ def make_worker(config: Config, want: tuple[str, ...] = ("log_probs", "entropy")
 
 
 def make_batch(lengths: tuple[int, ...] = (5, 9, 3, 7, 6, 9), prompt: int = 2, seed: int = 0) -> Batch:
-    """Random sequences of given lengths with `prompt` tokens outside the loss, float64 columns."""
-    generator = torch.Generator().manual_seed(seed)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    total = int(cu_seqlens[-1])
-    batch = Batch(cu_seqlens, {"ids": torch.randint(2, 258, (total,), generator=generator)})
-    batch.tokens["loss_mask"] = batch.position_ids >= prompt
-    for name in ("log_probs", "advantages"):
-        batch.tokens[name] = torch.randn(total, generator=generator, dtype=torch.float64)
-    batch.tokens["log_probs"] -= 5.5
+    batch = random_batch(lengths, prompt, seed, torch.float64)
     batch.sequences["uid"] = [str(i) for i in range(len(lengths))]
-    batch.sequences["group"] = torch.arange(len(lengths)) // 2
     return batch
 
 

@@ -166,7 +166,7 @@ def test_critic_export(gpt2, ranks2, tools, tmp_path):
 
 
 @pytest.mark.parametrize("contents, broken", [
-    (["model"], "os.fsync"), (["extra"], "torch.save"), (["hf_model"], "rlrun_fsdp.checkpoint.export"),
+    (["model"], "os.fsync"), (["extra"], "torch.save"), (["hf_model"], "rlrun.workers.saving.export"),
 ])
 def test_a_full_disk_reaches_all_ranks(gpt2, ranks2, tools, tmp_path, contents, broken):
     """A write error on rank 0 raises OSError on both ranks; nobody waits for anybody."""

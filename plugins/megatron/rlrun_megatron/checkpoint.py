@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from rlrun.checkpoint import flush
-from rlrun.models.loading import export
-from rlrun.workers.saving import random_state, set_random_state, together, writers
+from rlrun.workers import saving
+from rlrun.workers.saving import extra_state, load_extra, together, writers
 
 if TYPE_CHECKING:
     from rlrun_megatron.worker import MegatronWorker
@@ -55,20 +54,11 @@ def save(worker: MegatronWorker, directory: Path, contents: Sequence[str]) -> Ca
 def write(worker: MegatronWorker, directory: Path, taken: tuple[dict[str, Any], dict[str, Any]] | None,
           extra: dict[str, Any] | None, whole: dict[str, Tensor] | None) -> None:
     """Write what `save` took."""
-    first, group = dist.get_rank() == 0, writers()
-    together(directory, group, lambda: directory.mkdir(parents=True, exist_ok=True))
+    parts: list[Callable[[], object]] = []
     if taken is not None:
         sharded, common = taken
-        # Like mcore's own writer, but in this thread, over a group of its own, and without forking the process.
-        writer, planner = FileSystemWriter(directory, sync_files=True), MCoreSavePlanner(
-            dedup_replicated_tensors=False, flatten_state_dict=False)
-        together(directory, group, lambda: dcp_save(sharded, storage_writer=writer, planner=planner, process_group=group))
-        together(directory, group, lambda: _common(common, directory) if first else None)
-    if extra is not None:
-        together(directory, group, lambda: torch.save(extra, _extra_path(directory, dist.get_rank())))
-    if whole is not None:
-        together(directory, group, lambda: _export(worker, whole, directory / "hf") if first else None)
-    together(directory, group, lambda: flush(directory) if first else None)
+        parts = [lambda: _sharded(sharded, directory), lambda: _common(common, directory) if dist.get_rank() == 0 else None]
+    saving.write(worker.spec, directory, parts, extra, whole)
 
 
 def load(worker: MegatronWorker, directory: Path, contents: Sequence[str]) -> None:
@@ -85,11 +75,9 @@ def load(worker: MegatronWorker, directory: Path, contents: Sequence[str]) -> No
         elif worker.optimizer is not None:
             worker.optimizer.reload_model_params()
     if "extra" in contents:
-        own = _extra_path(directory, dist.get_rank())
-        extra = torch.load(own if own.is_file() else _extra_path(directory, 0), weights_only=True)
+        extra = load_extra(directory, worker.spec.device)
         worker.updates = extra["updates"]
         if extra["ranks"] == dist.get_world_size():
-            set_random_state(extra["random"], worker.spec.device)
             get_cuda_rng_tracker().set_states(extra["megatron"])
 
 
@@ -116,6 +104,12 @@ def _taken(state: dict[str, Any], copy: bool) -> tuple[dict[str, Any], dict[str,
     return mcore_to_pyt_state_dict(renamed, False), common
 
 
+def _sharded(sharded: dict[str, Any], directory: Path) -> None:
+    # Like mcore's own writer, but in this thread, over a group of its own, and without forking the process.
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    dcp_save(sharded, storage_writer=FileSystemWriter(directory, sync_files=True), planner=planner, process_group=writers())
+
+
 def _common(common: dict[str, Any], directory: Path) -> None:
     torch.save(common, directory / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
@@ -134,15 +128,5 @@ def _load_optimizer(worker: MegatronWorker, state: dict[str, Any]) -> None:
     worker.init_state()
 
 
-def _export(worker: MegatronWorker, weights: dict[str, Tensor], directory: Path) -> None:
-    model = worker.spec.config.model
-    export(weights.items(), directory, worker.spec.request.path or model.path, model.tokenizer or model.path)
-
-
-def _extra_path(directory: Path, rank: int) -> Path:
-    return directory / f"extra_{rank}.pt"
-
-
 def _extra(worker: MegatronWorker) -> dict[str, Any]:
-    return {"updates": worker.updates, "ranks": dist.get_world_size(), "random": random_state(worker.spec.device),
-            "megatron": get_cuda_rng_tracker().get_states()}
+    return extra_state(worker.updates, worker.spec.device) | {"megatron": get_cuda_rng_tracker().get_states()}

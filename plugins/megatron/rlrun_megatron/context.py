@@ -21,12 +21,12 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     repeats = group.size() // gcd(group.size(), key.shape[1])
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return _ToHeads.apply(query, group), _ToHeads.apply(key, group), _ToHeads.apply(value, group)
+    return _Exchange.apply(query, group, True), _Exchange.apply(key, group, True), _Exchange.apply(value, group, True)
 
 
 def to_tokens(output: Tensor) -> Tensor:
     """The inverse, of attention's output: [T, H/P, D] -> [T/P, H, D]."""
-    return _ToTokens.apply(output, parallel_state.get_context_parallel_group())
+    return _Exchange.apply(output, parallel_state.get_context_parallel_group(), False)
 
 
 def whole_row(part: Tensor) -> Tensor:
@@ -51,26 +51,18 @@ def _split_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _exchange(x.unflatten(0, (group.size(), -1)), group).transpose(0, 1).flatten(1, 2)
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _split_heads(x, group)
+class _Exchange(torch.autograd.Function):
+    """One of the two above, whose gradient goes the other way."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _split_tokens(grad, ctx.group), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _split_tokens(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
+        ctx.arguments = group, not to_heads
+        return _split_heads(x, group) if to_heads else _split_tokens(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _split_heads(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        group, to_heads = ctx.arguments
+        return _split_heads(grad, group) if to_heads else _split_tokens(grad, group), None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
@@ -23,10 +22,10 @@ from rlrun.batch import Atom, Batch, to_device
 from rlrun.metrics import Value
 from rlrun.models.attention import Packed
 from rlrun.models.folder import load_config
-from rlrun.models.images import COLUMNS
+from rlrun.models.images import has_images
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
-from rlrun.workers.training import Terms, agreed_micro_batches
+from rlrun.workers.training import Terms, agreed_micro_batches, guarded_step
 from rlrun_megatron.groups import arrange
 from rlrun_megatron.layers import Row
 from rlrun_megatron.model import Stage, init_value_head, made, transformer_config
@@ -197,8 +196,8 @@ class MegatronWorker:
                    to_device(targets[chosen], device), Packed.of(cu_seqlens, device, multiple), len(ids), want, temperature)
 
     def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
-        if images := [name for name in COLUMNS if name in batch.ragged]:
-            raise ValueError(f"the batch has images ({', '.join(images)}), which the megatron backend does not read: take fsdp")
+        if has_images(batch.ragged):
+            raise ValueError("the batch has images, which the megatron backend does not read: take fsdp")
         together = self.config.pipeline_model_parallel_size if self.config.virtual_pipeline_model_parallel_size else 1
         return agreed_micro_batches(batch, self.spec.config.actor.tokens_per_micro_batch, atom, self.spec.device, together)
 
@@ -208,21 +207,17 @@ class MegatronWorker:
         lr = self.optim.lr * lr_factor(self.updates, self.optim, self.spec.total_updates)
         with self.on_device():
             self.optimizer.prepare_grads()
-            norm = self._grad_norm()
-            skipped = math.isinf(norm)
-            if not skipped:
-                if 0 < self.optim.clip_grad < norm:
-                    grads = [p.grad for part in self.optimizer.chained_optimizers for p in part.get_parameters()
-                             if p.grad is not None]
-                    torch._foreach_mul_(grads, self.optim.clip_grad / norm)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = lr
-                self.optimizer.step_with_ready_grads()
-                self.updates += 1
-        return {"grad_norm": Value(norm), "lr": Value(lr), "skipped": Value(float(skipped))}
+            metrics = guarded_step(self.optimizer, self.optimizer.step_with_ready_grads, self._grads, self._grad_square(), lr,
+                                   self.optim.clip_grad)
+        self.updates += not metrics["skipped"].total
+        return metrics
 
-    def _grad_norm(self) -> float:
-        """Norm of the full gradient, each parameter counted once; infinite where it is not finite."""
+    def _grads(self) -> list[Tensor]:
+        assert self.optimizer is not None
+        return [p.grad for part in self.optimizer.chained_optimizers for p in part.get_parameters() if p.grad is not None]
+
+    def _grad_square(self) -> float:
+        """Squared norm of the full gradient, each parameter counted once."""
         assert self.optimizer is not None
         total, first = 0.0, parallel_state.get_tensor_model_parallel_rank() == 0
         for part in self.optimizer.chained_optimizers:
@@ -234,7 +229,7 @@ class MegatronWorker:
                 square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
             dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
             total += float(square)
-        return math.sqrt(total) if math.isfinite(total) else math.inf
+        return total
 
     def _reduced(self, terms: Terms) -> dict[str, Value]:
         everyones: list[dict[tuple[str, Kind], float] | None] = [terms.numbers()] * self.layout.ranks

@@ -14,7 +14,8 @@ from rlrun.plugins import Plugins
 from rlrun.testing.gloo import drive
 from rlrun.testing.ranks import RankPool, ranks1, ranks2  # noqa: F401
 from rlrun.testing.tiny import save_tiny
-from rlrun.workers.protocol import RoleRequest, Term
+from rlrun.testing.updates import TokenLoss, random_batch
+from rlrun.workers.protocol import RoleRequest
 
 LIMIT_S = 180.0
 """Of a call, the first of which imports Megatron on every rank."""
@@ -31,23 +32,6 @@ KINDS = {
     "odd": ("llama", {"words": ["odd"]}), "odd tied": ("qwen3", {"words": ["odd"], "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 4}),
 }
-
-
-@dataclass
-class TokenLoss:
-    """A policy gradient with entropy, or a squared error of values; masked slots never read."""
-
-    kind: str = "tokens"
-
-    def __call__(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, Term]:
-        mask = batch.tokens["loss_mask"]
-        advantages = batch.tokens["advantages"][mask]
-        if "values" in outputs:
-            return {"loss": Term(((outputs["values"][mask] - advantages) ** 2).sum(), self.kind, 1.0)}
-        ratio = (outputs["log_probs"][mask] - batch.tokens["log_probs"][mask]).exp()
-        return {"loss": Term(-(ratio * advantages).sum(), self.kind, 1.0),
-                "entropy": Term(outputs["entropy"][mask].sum(), "tokens", -0.1),
-                "ratio_max": Term(ratio.detach().max() if len(ratio) else ratio.new_tensor(0.0), "max")}
 
 
 @dataclass
@@ -73,17 +57,7 @@ def make_config(path: str | Path, backend: str = "megatron", micro: int = 4096, 
 
 
 def make_batch(*lengths: int, prompt: int = 2, seed: int = 0) -> Batch:
-    """Random sequences of given lengths with `prompt` tokens outside the loss."""
-    generator = torch.Generator().manual_seed(seed)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    total = int(cu_seqlens[-1])
-    batch = Batch(cu_seqlens, {"ids": torch.randint(2, 258, (total,), generator=generator)})
-    batch.tokens["loss_mask"] = batch.position_ids >= prompt
-    for name in ("log_probs", "advantages"):
-        batch.tokens[name] = torch.randn(total, generator=generator)
-    batch.tokens["log_probs"] -= 5.5
-    batch.sequences["group"] = torch.arange(len(lengths)) // 2
-    return batch
+    return random_batch(lengths, prompt, seed)
 
 
 def update(pool: Any, config: Config, batch: Batch, head: str = "lm", kind: str = "tokens", updates: int = 1) -> Update:

@@ -157,7 +157,7 @@ def test_saving_beside_training(models, ranks2, tools, tmp_path):
 @pytest.mark.parametrize("contents, broken", [
     (["optimizer"], "rlrun_megatron.checkpoint._common"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (["model"], "os.fsync"), (["extra"], "torch.save"), (["hf_model"], "rlrun_megatron.checkpoint.export"))),
+        (["model"], "os.fsync"), (["extra"], "torch.save"), (["hf_model"], "rlrun.workers.saving.export"))),
 ])
 def test_a_full_disk_reaches_all_ranks(models, ranks2, tools, tmp_path, contents, broken):
     """A write error on the first rank raises OSError on both; nobody waits for anybody."""

@@ -13,27 +13,12 @@ from rlrun.metrics import results
 from rlrun.testing.gloo import drive
 from rlrun.testing.ranks import RankPool, ranks1, ranks2  # noqa: F401
 from rlrun.testing.tiny import save_tiny
-from rlrun.workers.protocol import RoleRequest, Term
+from rlrun.testing.updates import TokenLoss, random_batch
+from rlrun.workers.protocol import RoleRequest
 from rlrun_fsdp.plugin import FsdpConfig
 from rlrun_ulysses.plugin import UlyssesConfig
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-
-
-@dataclass
-class TokenLoss:
-    """A policy gradient with entropy, or a squared error of values; masked slots never read."""
-
-    kind: str = "tokens"
-
-    def __call__(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, Term]:
-        mask = batch.tokens["loss_mask"]
-        advantages = batch.tokens["advantages"][mask]
-        if "values" in outputs:
-            return {"loss": Term(((outputs["values"][mask] - advantages) ** 2).sum(), self.kind, 1.0)}
-        ratio = (outputs["log_probs"][mask] - batch.tokens["log_probs"][mask]).exp()
-        return {"loss": Term(-(ratio * advantages).sum(), self.kind, 1.0),
-                "entropy": Term(outputs["entropy"][mask].sum(), "tokens", -0.1)}
 
 
 @dataclass
@@ -59,17 +44,10 @@ def make_config(path: str | Path, size: int, dtype: str = "float64", **sections:
 
 
 def make_batch(*lengths: int, masked: Any = None, seed: int = 0) -> Batch:
-    """Random sequences of given lengths in float64, the first token of each outside the loss, or all but those of `masked`."""
-    generator = torch.Generator().manual_seed(seed)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    total = int(cu_seqlens[-1])
-    batch = Batch(cu_seqlens, {"ids": torch.randint(2, 258, (total,), generator=generator)})
-    batch.tokens["loss_mask"] = batch.position_ids >= 1
+    """Random sequences in float64, the first token of each outside the loss, or all but those of `masked`."""
+    batch = random_batch(lengths, 1, seed, torch.float64)
     if masked is not None:
-        batch.tokens["loss_mask"] = torch.tensor([t in masked for t in range(total)])
-    for name in ("log_probs", "advantages"):
-        batch.tokens[name] = torch.randn(total, generator=generator, dtype=torch.float64)
-    batch.tokens["log_probs"] -= 5.5
+        batch.tokens["loss_mask"] = torch.tensor([t in masked for t in range(batch.num_tokens)])
     batch.sequences["group"] = torch.arange(len(lengths))
     return batch
 
