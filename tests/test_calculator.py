@@ -75,7 +75,7 @@ def test_episode(calculator):
 
 def test_demonstrations_are_what_a_run_makes(recipe):
     """A demonstration's tokens are those of an episode in which the policy says the same, and all questions are distinct."""
-    from rlrun.data.prompts import encode_answer, load_data
+    from rlrun.data.prompts import encode_answers, load_data
     from rlrun.environments.turns import Episode, Part, continuation
     from rlrun.models.folder import load_tokenizer
 
@@ -89,7 +89,7 @@ def test_demonstrations_are_what_a_run_makes(recipe):
     for ids in ([*call, 1], continuation(tokenizer, [{"role": "tool", "content": sample.extra["result"]}], 1, [1]),
                 [*tokenizer(sample.extra["result"])["input_ids"], 1]):
         episode.parts.append(Part("policy", tuple(ids), (), ""))
-    assert episode.stream == (*sample.prompt_ids, *encode_answer(tokenizer, sample.answer))
+    assert episode.stream == (*sample.prompt_ids, *encode_answers(tokenizer, [sample.answer])[0])
 
 
 def test_two_steps(recipe):

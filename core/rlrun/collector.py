@@ -14,7 +14,7 @@ import torch
 from rlrun.algorithms.base import Algorithm
 from rlrun.batch import Batch
 from rlrun.config.schema import Config, StageConfig
-from rlrun.data.prompts import encode_answer
+from rlrun.data.prompts import encode_answers, encoded
 from rlrun.data.sample import Sample
 from rlrun.data.sampler import Sampler
 from rlrun.environments.turns import Episode
@@ -212,7 +212,9 @@ class AnswerCollector(Collector):
 
 def answer_batch(rows: Sequence[tuple[int, Sample]], algorithm: Algorithm, tokenizer: Any) -> Batch:
     """An offline algorithm's completions of (group, sample) rows. `preference` counts a sample's completions, from 0."""
-    flat = [(group, s, i, encode_answer(tokenizer, c)) for group, s in rows for i, c in enumerate(algorithm.completions(s))]
+    pairs = [(group, s, i, c) for group, s in rows for i, c in enumerate(algorithm.completions(s))]
+    answers = encode_answers(tokenizer, [c for *_, c in pairs])
+    flat = [(group, s, i, ids) for (group, s, i, _), ids in zip(pairs, answers, strict=True)]
     groups = torch.tensor([group for group, _, _, _ in flat])
     return Batch.from_sequences(
         [{"ids": [*s.prompt_ids, *ids], "loss_mask": [False] * len(s.prompt_ids) + [True] * len(ids)} for _, s, _, ids in flat],
@@ -226,12 +228,13 @@ def answer_batch(rows: Sequence[tuple[int, Sample]], algorithm: Algorithm, token
 
 def check_answers(samples: Iterable[Sample], algorithm: Algorithm, tokenizer: Any, max_tokens: int) -> None:
     """Raises ValueError, naming the row, where an offline algorithm cannot learn from one in micro-batches of `max_tokens`."""
-    for sample in samples:
-        try:
-            lengths = answer_batch([(0, sample)], algorithm, tokenizer).lengths
-        except ValueError as error:
-            raise ValueError(f"row {sample.uid}: {error}") from error
-        together = int(lengths.max() if algorithm.atom == "sequence" else lengths.sum())
+    def lengths(chunk: Sequence[Sample]) -> list[list[int]]:
+        completions = [algorithm.completions(sample) for sample in chunk]
+        ids = iter(encode_answers(tokenizer, list(chain(*completions))))
+        return [[len(sample.prompt_ids) + len(next(ids)) for _ in own] for sample, own in zip(chunk, completions, strict=True)]
+
+    for sample, tokens in encoded(samples, lengths, lambda sample: f"row {sample.uid}"):
+        together = (max if algorithm.atom == "sequence" else sum)(tokens)
         if together > max_tokens:
             raise ValueError(f"row {sample.uid}: one {algorithm.atom} has {together} tokens, prompt included, more than "
                              f"actor.tokens_per_micro_batch = {max_tokens}")

@@ -7,7 +7,7 @@ import pytest
 
 from rlrun.config.schema import DataConfig, SourceConfig
 from rlrun.data import sources
-from rlrun.data.prompts import encode_answer, encode_prompt, load_data, shorten
+from rlrun.data.prompts import encode_answers, encode_prompts, load_data, shorten
 from rlrun.testing.tiny import CHATML, build_tokenizer
 
 KINDS = {"jsonl": sources.Jsonl, "parquet": sources.Parquet, "datasets": sources.Datasets,
@@ -138,12 +138,26 @@ def test_nothing_left_is_a_clear_error(tmp_path):
 
 def test_the_chat_template_is_applied_once():
     tokenizer = build_tokenizer(chat_template=CHATML)
-    as_text = encode_prompt(tokenizer, "hi")
+    as_text = encode_prompts(tokenizer, ["hi"])[0]
     assert tokenizer.decode(as_text) == "<|user|>hi<eos><|assistant|>"
-    assert encode_prompt(tokenizer, [{"role": "user", "content": "hi"}]) == as_text
+    assert encode_prompts(tokenizer, [[{"role": "user", "content": "hi"}]])[0] == as_text
     two = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
-    assert tokenizer.decode(encode_prompt(tokenizer, two)) == "<|system|>be<eos><|user|>hi<eos><|assistant|>"
-    assert build_tokenizer().decode(encode_prompt(build_tokenizer(), "hi")) == "hi"
+    assert tokenizer.decode(encode_prompts(tokenizer, [two])[0]) == "<|system|>be<eos><|user|>hi<eos><|assistant|>"
+    assert build_tokenizer().decode(encode_prompts(build_tokenizer(), ["hi"])[0]) == "hi"
+
+
+def test_rows_encoded_together_are_as_alone(tmp_path, monkeypatch):
+    """Over several chunks, one of which ends the data early; a row that cannot be rendered is named among many."""
+    monkeypatch.setattr("rlrun.data.prompts.CHUNK", 4)
+    tokenizer = build_tokenizer(chat_template=CHATML.replace("{%", "{% if 'bad' in messages[0]['content'] %}{{ raise_exception"
+                                                             "('no') }}{% endif %}{%", 1))
+    texts = [f"{i} " * (i % 3 + 1) for i in range(10)]
+    rows = [{"prompt": text, "answer": "1"} for text in texts]
+    data = load([jsonl(tmp_path / "rows.jsonl", rows)], tokenizer=tokenizer)
+    assert [list(s.prompt_ids) for s in data.train[0]] == [encode_prompts(tokenizer, [text])[0] for text in texts]
+    rows[6]["prompt"] = "bad"
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 7: no"):
+        load([jsonl(tmp_path / "rows.jsonl", rows)], tokenizer=tokenizer)
 
 
 def test_length_is_that_of_the_ids_in_use(tmp_path):
@@ -171,7 +185,7 @@ def test_truncated_samples_hold_exactly_the_cut_ids(tmp_path):
     """Case 11: there is one copy of the prompt's ids."""
     tokenizer = build_tokenizer(chat_template=CHATML)
     config = jsonl(tmp_path / "rows.jsonl", [{"prompt": "abcdefgh" * 10, "answer": "1"}])
-    whole = encode_prompt(tokenizer, "abcdefgh" * 10)
+    whole = encode_prompts(tokenizer, ["abcdefgh" * 10])[0]
     data = load([config], tokenizer=tokenizer, max_prompt_tokens=len(whole) - 46, overlong_prompts="truncate_left")
     assert list(data.train[0][0].prompt_ids) == whole[46:]
     assert data.counts == {"rows": 1, "truncated": 1}
@@ -219,10 +233,10 @@ def test_reasoning_gym_rows_carry_their_entry():
 
 def test_answers_for_supervised_training_end():
     tokenizer = build_tokenizer()
-    assert tokenizer.decode(encode_answer(tokenizer, "yes")) == "yes<eos>"
-    assert tokenizer.decode(encode_answer(tokenizer, 42)) == "42<eos>"
+    assert tokenizer.decode(encode_answers(tokenizer, ["yes"])[0]) == "yes<eos>"
+    assert tokenizer.decode(encode_answers(tokenizer, [42])[0]) == "42<eos>"
     with pytest.raises(ValueError, match="answers that are texts"):
-        encode_answer(tokenizer, {"a": 1})
+        encode_answers(tokenizer, [{"a": 1}])[0]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no end-of-sequence token"):
-        encode_answer(tokenizer, "yes")
+        encode_answers(tokenizer, ["yes"])[0]

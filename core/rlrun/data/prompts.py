@@ -2,9 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from rlrun.config.schema import DataConfig, SourceConfig
 from rlrun.data.sample import Messages, Row, Sample
 from rlrun.plugins import Plugins
+
+CHUNK = 1000  # rows rendered and tokenized together
+T, R = TypeVar("T"), TypeVar("R")
 
 
 @dataclass
@@ -52,26 +56,24 @@ def _samples(config: SourceConfig, data: DataConfig, tokenizer: PreTrainedTokeni
              unseen: set[str]) -> list[Sample]:
     here: Counter[str] = Counter()
 
-    def keep(row: Row) -> Iterator[Sample]:
-        here["rows"] += 1
-        if _text(row.prompt) in unseen:
-            here["in_validation"] += 1
-            return
-        try:
-            ids = encode_prompt(tokenizer, row.prompt)
-        except (jinja2.TemplateError, ValueError) as error:
-            raise ValueError(f"{row.origin}: {error}") from error
+    def wanted() -> Iterator[Row]:
+        for row in plugins.resolve("source", config.kind)(config).rows():
+            seen = _text(row.prompt) in unseen
+            here.update(rows=1, in_validation=int(seen))
+            if not seen:
+                yield row
+
+    samples = []
+    for row, ids in encoded(wanted(), lambda rows: encode_prompts(tokenizer, [r.prompt for r in rows]), lambda row: row.origin):
         if not ids:
             raise ValueError(f"{row.origin}: the prompt has no tokens")
         if len(ids) > data.max_prompt_tokens:
             shortened = shorten(ids, data.max_prompt_tokens, data.overlong_prompts, row.origin)
             here["dropped" if shortened is None else "truncated"] += 1
             if shortened is None:
-                return
+                continue
             ids = shortened
-        yield Sample(row.uid, row.prompt, tuple(ids), row.answer, row.data_source, row.extra)
-
-    samples = [sample for row in plugins.resolve("source", config.kind)(config).rows() for sample in keep(row)]
+        samples.append(Sample(row.uid, row.prompt, tuple(ids), row.answer, row.data_source, row.extra))
     counts.update(here)
     if not samples:
         raise ValueError(
@@ -80,32 +82,55 @@ def _samples(config: SourceConfig, data: DataConfig, tokenizer: PreTrainedTokeni
     return samples
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> list[int]:
-    """The prompt's ids, as rollout and trainer use them.
+def encoded(rows: Iterable[T], encode: Callable[[list[T]], list[R]], name: Callable[[T], str]) -> Iterator[tuple[T, R]]:
+    """Rows with what `encode` makes of them, many at a time, which is faster. Raises ValueError naming the row at fault."""
+    rows = iter(rows)
+    while chunk := list(islice(rows, CHUNK)):
+        try:
+            results = encode(chunk)
+        except (jinja2.TemplateError, ValueError):
+            results = [_encoded_alone(row, encode, name) for row in chunk]
+        yield from zip(chunk, results, strict=True)
+
+
+def _encoded_alone(row: T, encode: Callable[[list[T]], list[R]], name: Callable[[T], str]) -> R:
+    try:
+        return encode([row])[0]
+    except (jinja2.TemplateError, ValueError) as error:
+        raise ValueError(f"{name(row)}: {error}") from error
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Messages]) -> list[list[int]]:
+    """Each prompt's ids, as rollout and trainer use them.
 
     With a chat template, a text becomes one user message, and the template opens the assistant's turn. Without one, a
     text is encoded as it stands (no token is added: one that begins the text must be written in the data), and a list
     of messages is a ValueError."""
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-    if not isinstance(prompt, str):
+        chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        return list(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
+    if not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("the prompt is a list of chat messages, but the tokenizer has no chat template: "
                          "use model.tokenizer with one, or prompts that are texts")
-    return list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(list(prompts), add_special_tokens=False)["input_ids"])
 
 
-def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: Any) -> list[int]:
-    """Ids of a reference answer as a completion: the text's own tokens and the end-of-sequence token.
+def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Any]) -> list[list[int]]:
+    """Ids of reference answers as completions: each text's own tokens and the end-of-sequence token.
 
     A list with one message of the assistant counts as its text."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-sequence token, so a model cannot learn to stop")
+    texts = [_answer_text(answer) for answer in answers]
+    return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def _answer_text(answer: Any) -> str:
     if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], Mapping) and answer[0].get("role") == "assistant":
         answer = answer[0].get("content")
     if not isinstance(answer, str | int | float):
         raise ValueError(f"supervised training needs answers that are texts; this one is {answer!r}")
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end-of-sequence token, so a model cannot learn to stop")
-    return [*tokenizer(str(answer), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return str(answer)
 
 
 def shorten(ids: Sequence[int], limit: int, how: str, origin: str) -> list[int] | None:
