@@ -58,9 +58,10 @@ def _samples(config: SourceConfig, data: DataConfig, tokenizer: PreTrainedTokeni
 
     def wanted() -> Iterator[Row]:
         for row in plugins.resolve("source", config.kind)(config).rows():
-            seen = _text(row.prompt) in unseen
-            here.update(rows=1, in_validation=int(seen))
-            if not seen:
+            here["rows"] += 1
+            if _text(row.prompt) in unseen:
+                here["in_validation"] += 1
+            else:
                 yield row
 
     samples = []
