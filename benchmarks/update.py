@@ -86,10 +86,11 @@ def peak_gb(run: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-def make_batch(kind: str) -> Batch:
+def make_batch(kind: str, sequences: int | None = None) -> Batch:
+    """So many sequences over all ranks; default: what `WORK` says of each."""
     count, (low, high), new, _ = WORK[kind]
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(low, high + 1, (count * RANKS,), generator=generator)
+    prompts = torch.randint(low, high + 1, (sequences or count * RANKS,), generator=generator)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), (prompts + new).cumsum(0)])
     total = int(cu_seqlens[-1])
     batch = Batch(cu_seqlens, {"ids": torch.randint(2, int(MODEL["vocab_size"]), (total,), generator=generator)})

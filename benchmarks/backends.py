@@ -1,0 +1,237 @@
+"""Megatron against FSDP on the same work: updates, log-probability passes, memory, and how fast weights leave for the engine.
+
+A random Qwen2-shaped model of 1.4B parameters, the same number of sequences a GPU for each arrangement of ranks; on one GPU also
+the compiled floor of benchmarks/update.py. Each arrangement has processes of its own, and its result is kept: called again, the
+script goes on with those that are missing. Without a GPU two ranks run a tiny model, to show that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import update
+
+from rlrun.algorithms.losses import PolicyLoss
+from rlrun.batch import shard
+from rlrun.config.schema import Config, ModelConfig, OptimConfig
+from rlrun.plugins import Plugins
+from rlrun.workers.protocol import Layout, RoleRequest, RoleSpec, Worker
+
+CUDA = update.CUDA
+SEQUENCES = 256 if CUDA else 16
+"""Of each GPU, of about 626 tokens."""
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""NVLink's multicast stays off: on a host whose GPUs others share, it can put them out of service."""
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One arrangement of ranks: the backend ("floor": none), its section, sequences over all ranks, seconds that it may need."""
+
+    name: str
+    ranks: int
+    backend: str
+    section: dict[str, Any] = field(default_factory=dict)
+    sequences: int = 0
+    checkpointing: bool = False
+    seconds: float = 60
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}, {self.ranks} ranks"
+
+
+def megatron(tp: int = 1, pp: int = 1, sp: bool = False) -> dict[str, Any]:
+    return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
+
+
+def jobs(ranks: int) -> list[Job]:
+    work = SEQUENCES * ranks
+    found = [Job("FSDP", ranks, "fsdp", sequences=work), Job("Megatron TP1", ranks, "megatron", megatron(), work)]
+    if ranks == 1:
+        return [Job("compiled floor", 1, "floor", sequences=work), *found]
+    return [*found, Job("Megatron TP2", ranks, "megatron", megatron(2), work),
+            Job("Megatron PP2", ranks, "megatron", megatron(1, 2), work),
+            Job("Megatron TP2, sequence parallel", ranks, "megatron", megatron(2, sp=True), work)]
+
+
+# ---- in each rank ----------------------------------------------------------------------------------------------------
+
+def build(job: Job, path: str) -> tuple[Worker, Layout]:
+    config = Config(plugins=[job.backend], model=ModelConfig(path=path, gradient_checkpointing=job.checkpointing))
+    config.model.dtype = "bfloat16" if CUDA else "float32"
+    config.actor.backend, config.resources.train_ranks = job.backend, job.ranks
+    config.actor.tokens_per_micro_batch, config.actor.optim = update.WORK["short"][3], OptimConfig(lr=1e-6)
+    plugins = Plugins.load(config.plugins)
+    section = next(info for info in plugins.infos if info.name == job.backend).config()  # type: ignore[misc]
+    vars(section).update(job.section)
+    setattr(config, job.backend, section)
+    layout = plugins.layout(config)
+    request = RoleRequest(True, path, config.model.dtype, optim=config.actor.optim)
+    spec = RoleSpec("actor", job.backend, request, config, plugins, update.RANK, update.DEVICE, None)
+    return plugins.make_worker(spec, layout), layout
+
+
+def measure(job: Job, path: str, repeats: int) -> Result:
+    """Seconds of an update, a log-probability pass and the weight stream; bytes at the peak of an update, on any rank."""
+    whole, tokens = update.make_batch("short", job.sequences), update.WORK["short"][3]
+    phases: dict[str, Callable[[], object]]
+    if job.backend == "floor":
+        floor = update.Floor(path)
+        longest = 1 << (int(whole.lengths.max()) - 1).bit_length()
+        rows = floor.rows(whole, tokens)
+        floor.update(rows[:2], longest)
+        phases = {"update": lambda: floor.update(rows, longest), "log_probs": lambda: floor.forward(rows, longest)}
+    else:
+        worker, layout = build(job, path)
+        batch, count = whole.select(shard(whole, layout.dp)[layout.dp_index[update.RANK]]), whole.denominators()
+        few = batch.select(range(min(len(batch), 3 * tokens // int(batch.lengths.max()))))
+        loss = PolicyLoss(0.2, 0.2, "token_mean")
+        worker.update(few, loss, few.denominators(), 1.0)
+        phases = {"update": lambda: worker.update(batch, loss, count, 1.0),
+                  "log_probs": lambda: worker.forward(batch, {"log_probs"}, 1.0),
+                  "weights": lambda: sum(x.numel() for _, x in worker.weights())}
+    result: Result = {"tokens": whole.num_tokens}
+    for name, run in phases.items():
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        seconds: list[float] = []
+        for _ in range(repeats):
+            with update.timed(seconds):
+                run()
+        result[name] = seconds
+        if name == "update" and CUDA:
+            most = torch.tensor(torch.cuda.max_memory_allocated())
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            result["peak_gb"] = int(most) / 1e9
+    return result
+
+
+def in_rank(run: Callable[[], Result]) -> None:
+    """One of a job's processes. Rank 0 writes the result where the parent looks for it; what does not fit is a result."""
+    if CUDA:
+        torch.cuda.set_device(update.DEVICE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
+    out = Path(os.environ["RESULT"])
+    try:
+        result = run()
+    except torch.OutOfMemoryError:
+        out.write_text(json.dumps({"error": "out of memory"}))
+        os._exit(1)  # the others wait for this rank in a collective, and are ended by the launcher
+    if update.RANK == 0:
+        out.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---- the parent ------------------------------------------------------------------------------------------------------
+
+def launch(command: Sequence[str], ranks: int, seconds: float) -> Result:
+    """Run a script on so many ranks; what its rank 0 wrote. Raises RuntimeError where it fails or takes too long."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "result.json")
+        env = {**os.environ, **NO_MULTICAST, "RESULT": str(out), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+                    "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        process = subprocess.Popen([*torchrun, *command], env=env, stdout=sys.stderr)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # which ends its ranks
+            process.wait()
+            raise RuntimeError(f"took longer than {seconds:.0f} s") from None
+        if not out.exists():
+            raise RuntimeError(f"ended with code {process.returncode}")
+        return json.loads(out.read_text())
+
+
+def run_all(todo: Sequence[tuple[str, int, float, Sequence[str]]], results: Path, budget: float) -> dict[str, Result]:
+    """Results by key of each (key, ranks, seconds, command), those that were there before too."""
+    began = time.monotonic()
+    found: dict[str, Result] = json.loads(results.read_text()) if results.exists() else {}
+    for key, ranks, seconds, command in todo:
+        left = budget - (time.monotonic() - began)
+        if key in found or left < seconds * (1 if CUDA else 0.2):
+            continue
+        try:
+            found[key] = launch(command, ranks, min(left, 3 * seconds))
+        except RuntimeError as error:
+            print(f"{key}: {error}", flush=True)
+            continue
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.write_text(json.dumps(found))
+        print(f"{key}: {found[key]} ({time.monotonic() - began:.0f} s)", flush=True)
+    return found
+
+
+def row(job: Job, result: Result) -> str:
+    """A line of the table: name, ranks, then numbers of `result`."""
+    if "error" in result:
+        return f"| {job.name} | {job.ranks} | {result['error']} | | | | |"
+    best = min(result["update"])
+    cells = [f"{best:.2f}", f"{result['tokens'] / best / job.ranks:,.0f}", f"{min(result['log_probs']):.2f}",
+             f"{min(result['weights']):.3f}" if "weights" in result else "", f"{result.get('peak_gb', 0):.1f}"]
+    return f"| {job.name} | {job.ranks} | " + " | ".join(cells) + " |"
+
+
+HEAD = ("| arrangement | GPUs | update (s) | tokens/s a GPU | log-probabilities (s) | weight stream (s) | peak memory (GB) |\n"
+        "|---|---|---|---|---|---|---|")
+
+
+def model_folder(sizes: dict[str, Any]) -> Path:
+    """A folder with a random model, written by rank 0 where it is not there."""
+    folder = Path(tempfile.gettempdir(), f"rlrun-benchmark-{sizes['num_hidden_layers']}")
+    if update.RANK == 0 and not (folder / "tokenizer.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        update.save_model(str(folder))
+    dist.barrier()
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: one, and two where there are two GPUs")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--budget-seconds", type=float, default=1e9, help="start nothing that may not end in this time")
+    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir(), "rlrun-backends.json"))
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        job = Job(**json.loads(args.job))
+        in_rank(lambda: measure(job, str(model_folder(update.MODEL)), args.repeats))
+        return
+    counts = args.ranks or ([1, 2][:torch.cuda.device_count()] if CUDA else [1, 2])
+    every = [job for ranks in counts for job in jobs(ranks)]
+    command = [__file__, "--repeats", str(args.repeats), "--job"]
+    found = run_all([(job.key, job.ranks, job.seconds, [*command, json.dumps(asdict(job))]) for job in every],
+                    args.results, args.budget_seconds)
+    print(HEAD)
+    for job in every:
+        if job.key in found:
+            print(row(job, found[job.key]))
+    one, floor = found.get("Megatron TP1, 1 ranks", {}), found.get("compiled floor, 1 ranks", {})
+    if "update" in one and "update" in floor:
+        ratio = min(one["update"]) / min(floor["update"])
+        print(f"Megatron TP1's update is {ratio:.3f} x the compiled floor's (at most 1.25 is wanted)")
+
+
+if __name__ == "__main__":
+    main()
