@@ -22,13 +22,18 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from rlrun.workers import saving
 from rlrun.workers.saving import extra_state, load_extra, together, writers
+from rlrun_megatron.model import Head, Stage
+from rlrun_megatron.weights import place_of
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from rlrun_megatron.worker import MegatronWorker
 
 
@@ -81,13 +86,40 @@ def load(worker: MegatronWorker, directory: Path, contents: Sequence[str]) -> No
             get_cuda_rng_tracker().set_states(extra["megatron"])
 
 
+def load_initial(stages: Sequence[Stage], hf: PretrainedConfig, head: Head, path: str) -> bool:
+    """Fill the model from a checkpoint of Megatron's, ours or one of Megatron-LM's; whether its head was there too: a value head
+    is always a fresh one. Raises ValueError where the checkpoint is not of this model."""
+    place_of(stages, hf, head)
+    if not dist_checkpointing.check_is_distributed_checkpoint(path):
+        raise ValueError(f"megatron.dist_checkpointing_path: {path} has no checkpoint of format torch_dist (metadata.json)")
+    state = _models(stages)
+    if head == "value":
+        for tensors in state.values():
+            for name in [name for name in tensors if name.startswith("output_layer.")]:
+                del tensors[name]
+    try:
+        loaded = dist_checkpointing.load(dict(state), path)
+    except (dist_checkpointing.core.CheckpointingException, CheckpointException, KeyError) as error:
+        raise ValueError(f"megatron.dist_checkpointing_path: {path} is not of this model: {error}") from error
+    for number, stage in enumerate(stages):
+        stage.load_state_dict(loaded[f"model{number}"], strict=head != "value")
+    return head != "value"
+
+
+def _models(stages: Sequence[Stage]) -> dict[str, Any]:
+    return {f"model{number}": stage.sharded_state_dict(metadata=_metadata()) for number, stage in enumerate(stages)}
+
+
+def _metadata() -> dict[str, Any]:
+    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
 def _sharded_state(worker: MegatronWorker, contents: Sequence[str], loading: bool) -> dict[str, Any]:
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
-                "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    models = {f"model{number}": stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(worker.stages)}
+    models = _models(worker.stages)
     state = dict(models) if "model" in contents else {}
     if "optimizer" in contents and worker.optimizer is not None and worker.optim.name == "adamw":
-        state["optimizer"] = worker.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
+        state["optimizer"] = worker.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_metadata())
     return state
 
 

@@ -84,6 +84,10 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention = SelfAttentionSubmodules(
         linear_qkv=parts.column_parallel_linear(), core_attention=PackedAttention, linear_proj=parts.row_parallel_linear(),
         q_layernorm=qk_norm, k_layernorm=qk_norm)
+    # Checkpoints have the names of TransformerEngine's layers, like those of Megatron-LM.
+    renamed = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if config.num_moe_experts is None:
+        renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
         self_attention=ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
@@ -91,4 +95,5 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
         pre_mlp_layernorm=RMSNorm,
         mlp=get_mlp_module_spec_for_backend(backend=parts, num_experts=config.num_moe_experts, moe_grouped_gemm=False),
         mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=renamed,
     ))

@@ -26,6 +26,13 @@ class MegatronConfig:
     expert_tensor_parallel_size: Optional[int] = opt(
         None, "ranks that share each expert's weights; default: tensor_model_parallel_size", gt=0)
     use_distributed_optimizer: bool = opt(True, "cut AdamW's state over data-parallel ranks")
+    param_offload: bool = opt(False, "move parameters to host memory while another role or the engine works")
+    grad_offload: bool = opt(False, "likewise give up the memory of gradients")
+    optimizer_offload: bool = opt(False, "likewise move the optimizer's state, and its copy of parameters")
+    use_dist_checkpointing: bool = opt(
+        False, "take model.path's weights from a checkpoint of Megatron's, and only configuration and tokenizer from that folder")
+    dist_checkpointing_path: Optional[str] = opt(None, "folder of that checkpoint, of format torch_dist")
+    seed: Optional[int] = opt(None, "of Megatron's own random states; default: run.seed", ge=0)
     override_transformer_config: dict[str, Any] = opt(
         {}, "further fields of Megatron's TransformerConfig, such as recompute_granularity")
     override_ddp_config: dict[str, Any] = opt({}, "further fields of Megatron's DistributedDataParallelConfig")

@@ -161,13 +161,23 @@ class Files:
         return slices[part]
 
 
+def place_of(stages: Sequence[Stage], hf: PretrainedConfig, head: Head) -> dict[str, tuple[Tensor, Rule]]:
+    """This rank's parameters by name, each with its rule, and marked as Megatron marks what it initialises itself: without the
+    mark, the gradient's norm would count one rank's part alone."""
+    wanted, found = rules(hf, head), {}
+    for name, parameter in local_parameters(stages).items():
+        rule = wanted["embedding.word_embeddings.weight" if name == "output_layer.weight" and name not in wanted else name]
+        parameter.tensor_model_parallel = rule.dim is not None  # type: ignore[attr-defined]
+        found[name] = parameter, rule
+    return found
+
+
 @torch.no_grad()
 def load(stages: Sequence[Stage], hf: PretrainedConfig, head: Head, path: str, stored: torch.dtype) -> bool:
     """Fill this rank's parameters from a folder, rounded to `stored`; whether a value head was among them.
 
     Raises ValueError for tensors that are missing, of another shape, or of no use to the model.
     """
-    parameters = local_parameters(stages)
     with ExitStack() as closing:
         files = Files(path, closing)
         wanted, renamed = rules(hf, head), {}
@@ -178,11 +188,7 @@ def load(stages: Sequence[Stage], hf: PretrainedConfig, head: Head, path: str, s
         if strange := sorted(name for name in set(files.tensors) - known - ignored if not name.endswith("rotary_emb.inv_freq")):
             raise ValueError(f"{path}: weights that the megatron backend has no place for: {strange[:5]}")
         fresh = head == "value" and "value_head.weight" not in files.tensors
-        for name, parameter in parameters.items():
-            source = "embedding.word_embeddings.weight" if name == "output_layer.weight" and name not in wanted else name
-            rule = wanted[source]
-            # Megatron marks what it initialises itself; without the mark the gradient's norm would count one rank's part alone.
-            parameter.tensor_model_parallel = rule.dim is not None  # type: ignore[attr-defined]
+        for name, (parameter, rule) in place_of(stages, hf, head).items():
             if fresh and name.startswith("output_layer."):
                 continue
             parts = [files.read(renamed.get(n, n), shape, rule.part(shape, rule.ranks.rank(), rule.ranks.size()))

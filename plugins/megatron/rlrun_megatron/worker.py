@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlrun.batch import Atom, Batch, to_device
+from rlrun.memory import empty_cache
 from rlrun.metrics import Value
 from rlrun.models.attention import Packed
 from rlrun.models.folder import load_config
@@ -26,9 +27,11 @@ from rlrun.models.images import has_images
 from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
 from rlrun.workers.training import Terms, agreed_micro_batches, guarded_step
+from rlrun_megatron.checkpoint import load_initial
 from rlrun_megatron.groups import arrange
 from rlrun_megatron.layers import Row
 from rlrun_megatron.model import Stage, init_value_head, made, transformer_config
+from rlrun_megatron.offload import Host, storages
 from rlrun_megatron.plugin import MegatronConfig
 from rlrun_megatron.weights import Stream, load
 
@@ -48,7 +51,7 @@ class MegatronWorker:
         assert path is not None
         self.hf = load_config(path)
         with self.on_device():
-            arrange(self.config, spec.config.run.seed)
+            arrange(self.config, spec.config.run.seed if self.config.seed is None else self.config.seed)
             self.transformer = transformer_config(
                 self.hf, self.config, self.dtype, trains and spec.config.model.gradient_checkpointing,
                 spec.device.type == "cuda")
@@ -56,7 +59,11 @@ class MegatronWorker:
             stages = [Stage(self.hf, self.transformer, head, self.master, number)
                       for number in (range(pieces) if pieces else [None])]
             stored = self.dtype if trains else getattr(torch, spec.request.dtype)
-            if not load(stages, self.hf, head, path, stored) and stages[-1].post_process:
+            if self.config.dist_checkpointing_path is not None and path == spec.config.model.path:
+                whole = load_initial(stages, self.hf, head, self.config.dist_checkpointing_path)
+            else:
+                whole = load(stages, self.hf, head, path, stored)
+            if not whole and stages[-1].post_process:
                 init_value_head(stages[-1], spec.config.run.seed)
             self.stages = stages
             self.stream = Stream(stages, self.hf, head, self.dtype, spec.device)
@@ -65,6 +72,7 @@ class MegatronWorker:
             self.init_state()
         self.updates = 0
         """Optimizer steps taken in this stage: what the learning-rate schedule counts."""
+        self.host = {"model": Host(), "gradients": Host(), "optimizer": Host()}
 
     def on_device(self) -> AbstractContextManager[None]:
         """Where calls of Megatron find what they ask of a GPU."""
@@ -247,10 +255,35 @@ class MegatronWorker:
         return self.stream()
 
     def onload(self, model: bool = True, optimizer: bool = True) -> None:
-        """See `Worker.onload`."""
+        """See `Worker.onload`; gradients come back with the optimizer."""
+        for name, wanted in (("model", model), ("gradients", optimizer), ("optimizer", optimizer)):
+            if wanted:
+                self.host[name].give_back()
 
     def offload(self, model: bool = True, optimizer: bool = True) -> None:
-        """See `Worker.offload`: everything stays on the device."""
+        """See `Worker.offload`; what the configuration leaves on the device stays there."""
+        config, parameters = self.config, [p for stage in self.stages for p in stage.parameters()]
+        own = storages(parameters)
+        if optimizer and config.optimizer_offload:
+            self.host["optimizer"].take(x for x in self._optimizer_tensors() if x.untyped_storage()._cdata not in own)
+        if optimizer and config.grad_offload:  # an update begins with zeros
+            self.host["gradients"].take((buffer.grad_data for buffer in self._buffers()), keep=False)
+        if model and config.param_offload:
+            self.host["model"].take(parameters)
+        if config.param_offload or config.grad_offload or config.optimizer_offload:
+            empty_cache(self.spec.device)
+
+    def _buffers(self) -> Iterator[Any]:
+        """Megatron's buffers of gradients, and of parameters where the optimizer is distributed."""
+        if self.optimizer is not None:
+            for chunk in self.model:
+                yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Parameters as the optimizer has them, and its state."""
+        for part in self.optimizer.chained_optimizers if self.optimizer is not None else ():
+            for p in part.get_parameters():
+                yield from (p, *part.optimizer.state[p].values())
 
 
 def _load_with_step(optimizer: DistributedOptimizer) -> None:

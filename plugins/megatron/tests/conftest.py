@@ -15,10 +15,8 @@ from rlrun.testing.gloo import drive
 from rlrun.testing.ranks import RankPool, ranks1, ranks2  # noqa: F401
 from rlrun.testing.tiny import save_tiny
 from rlrun.testing.updates import TokenLoss, random_batch
-from rlrun.workers.protocol import RoleRequest
+from rlrun.workers.protocol import RoleRequest, RoleSpec
 
-LIMIT_S = 180.0
-"""Of a call, the first of which imports Megatron on every rank."""
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
 KINDS = {
     "llama": ("llama", {}), "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -75,7 +73,7 @@ def update(pool: Any, config: Config, batch: Batch, head: str = "lm", kind: str 
             assert all(torch.equal(other[name], weight) for name, weight in after[0].items())
         return Update(metrics, columns, kept, {name: before[name] - weight for name, weight in after[0].items()})
 
-    result: Update = drive(pool, config, script, timeout=LIMIT_S)
+    result: Update = drive(pool, config, script)
     return result
 
 
@@ -93,6 +91,18 @@ def assert_same(got: Update, expected: Update, tolerance: float = 1e-5) -> None:
         # the bias of keys, of which attention is independent, has rounding errors for a gradient
         size = max(float(gradient.norm()), 1e-2 * expected.metrics["grad_norm"])
         assert (got.gradients[name] - gradient).norm() <= tolerance * size, name
+
+
+def make_worker(config: Config, trainable: bool = True, head: str = "lm", total_updates: int = 10) -> Any:
+    """A worker beside those of the other ranks, of model.path."""
+    import torch.distributed as dist
+
+    plugins = Plugins.load(config.plugins)
+    config.resources.train_ranks = dist.get_world_size()
+    request = RoleRequest(trainable, config.model.path, config.model.dtype, head)  # type: ignore[arg-type]
+    spec = RoleSpec("actor", config.actor.backend, request, config, plugins, dist.get_rank(), torch.device("cpu"), total_updates,
+                    frozenset({"log_probs", "entropy"} if head == "lm" else {"values"}))
+    return plugins.make_worker(spec=spec, layout=plugins.layout(config))
 
 
 @pytest.fixture(scope="session")
@@ -116,4 +126,4 @@ def tools() -> Any:
 
     return types.SimpleNamespace(
         make_config=make_config, make_batch=make_batch, update=update, assert_same=assert_same, KINDS=KINDS, SIZES=SIZES,
-        TokenLoss=TokenLoss)
+        TokenLoss=TokenLoss, make_worker=make_worker)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
-from rlrun.testing import gloo
+from rlrun.testing.gloo import drive
 
-drive = partial(gloo.drive, timeout=180.0)
 CONTENTS = ["model", "optimizer", "extra"]
 
 
@@ -74,6 +71,42 @@ def test_another_layout(models, ranks1, ranks2, tools, tmp_path, kind):
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
         for name, x in weights.items():
             assert (moved[name] - x).norm() <= 1e-5 * x.norm(), name
+
+
+@pytest.mark.parametrize("kind", ["odd tied", pytest.param("moe", marks=pytest.mark.slow)])
+def test_initial_weights(models, ranks1, ranks2, tools, tmp_path, kind):
+    """Weights of a checkpoint instead of those in the model's folder, which may lack them, in another layout: bit for bit. A
+    critic takes all but its head. Names in the checkpoint are those of Megatron-LM's."""
+    import shutil
+
+    import torch.distributed.checkpoint as dcp
+
+    batch, config = tools.make_batch(5, 9, 3), tools.make_config(models[kind], **TP2)
+    _, sent, _ = drive(ranks2, config, train(tools, config, batch, 1, save=tmp_path / "saved"))
+    names = dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
+    assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in names
+    shutil.copytree(models[kind], tmp_path / "folder", ignore=shutil.ignore_patterns("*.safetensors"))
+
+    def run(layout, head, path):
+        config = tools.make_config(tmp_path / "folder", use_dist_checkpointing=True, dist_checkpointing_path=str(path), **layout)
+        worker = tools.make_worker(config, True, head)
+        update = worker.update(batch, tools.TokenLoss("tokens"), batch.denominators(), 0.7)
+        return dict(tools.make_worker(config, False, head).weights()), update
+
+    for pool, layout in ((ranks1, {}), (ranks2, PP2)):
+        for taken, update in pool.run(run, layout, "lm", tmp_path / "saved"):
+            assert all(torch.equal(taken[name], x) for name, x in sent.items())
+    [expected], _, _ = drive(ranks2, config, train(tools, config, batch, 1, load=tmp_path / "saved"))
+    assert update["grad_norm"].result == pytest.approx(expected["grad_norm"], rel=1e-5)
+    for values, _ in ranks2.run(run, TP2, "value", tmp_path / "saved"):
+        name = "layers.0.self_attn.q_proj.weight"
+        assert torch.equal(values[name], sent[f"model.{name}"])
+        assert 0 < float(values["value_head.weight"].norm()) < 1
+    with pytest.raises(ValueError, match="has no checkpoint of format torch_dist"):
+        ranks1.run(run, {}, "lm", tmp_path / "nowhere")
+    shutil.copytree(models["llama"], tmp_path / "folder", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    with pytest.raises(ValueError, match="is not of this model"):
+        ranks1.run(run, {}, "lm", tmp_path / "saved")
 
 
 def test_between_backends(models, ranks1, ranks2, tools, tmp_path):
@@ -185,6 +218,6 @@ def test_a_full_disk_reaches_all_ranks(models, ranks2, tools, tmp_path, contents
             return str(error)
         return None
 
-    for text in ranks2.run(run, timeout=180):
+    for text in ranks2.run(run):
         assert "could not be written by rank 0" in text
         assert "No space left" in text

@@ -12,19 +12,8 @@ LAYOUTS = [{"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipel
            {"expert_model_parallel_size": 2}]
 
 
-def make(tools, path, head="lm", trainable=False, **megatron):
-    """A worker beside those of the other ranks."""
-    import torch.distributed as dist
-
-    from rlrun.plugins import Plugins
-    from rlrun.workers.protocol import RoleRequest, RoleSpec
-
-    config = tools.make_config(path, **megatron)
-    plugins = Plugins.load(["megatron"])
-    config.resources.train_ranks = dist.get_world_size()
-    request = RoleRequest(trainable, str(path), "float32", head)
-    spec = RoleSpec("ref", "megatron", request, config, plugins, dist.get_rank(), torch.device("cpu"), 10)
-    return plugins.make_worker(spec=spec, layout=plugins.layout(config))
+def make(tools, path, head="lm", **megatron):
+    return tools.make_worker(tools.make_config(path, **megatron), False, head)
 
 
 def test_round_trip(models, ranks2, tools):
@@ -46,7 +35,7 @@ def test_round_trip(models, ranks2, tools):
                     found[kind, number] = dict(stream)
         return found
 
-    for found in ranks2.run(run, timeout=180):
+    for found in ranks2.run(run):
         for (kind, layout), sent in found.items():
             saved = load_file(models[kind] / "model.safetensors")
             assert sent.keys() == saved.keys(), (kind, layout)
