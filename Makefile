@@ -35,7 +35,7 @@ demo: $(READY) $(DEMO_MODEL)/config.json
 	$(BIN)/rl-run examples/quickstart.yaml -p fsdp run.seed=$(SEED)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -1,4 +1,4 @@
-"""A whole GRPO step with vLLM colocated on one GPU, against its floor and against TRL, side by side on one machine.
+"""A whole step with vLLM colocated on one GPU: GRPO against its floor and against TRL, PRIME against RLOO, on one machine.
 
 The work: a random Qwen2-shaped model of 1.4B parameters, 64 prompts of about 114 tokens, 8 samples each, 512 new tokens. The
 floor is the engine alone (no log-probabilities, no text) and the compiled update alone (benchmarks/update.py). Every part runs
@@ -77,25 +77,31 @@ def floor_update() -> dict[str, Any]:
 REWARD = "def letters(item):\n    return min(1.0, item.completion.count('a') / 20)\n"
 
 
-def ours(steps: int) -> dict[str, Any]:
+PRIME = {"reference": "policy", "accuracy_range": [0.0, 1.0], "drop_truncated": False}
+"""Every group is kept, as none of a random model's would be: the work of a step is then that of RLOO's and the reward model's."""
+
+
+def ours(steps: int, algorithm: str) -> dict[str, Any]:
     """Steps of `rl-run` with its defaults, the gap metric on."""
     (FOLDER / "reward.py").write_text(REWARD)
     (FOLDER / "train.jsonl").write_text("".join(
         json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts(0, PROMPTS * 64)))
-    name = f"ours-{int(time.time())}"
-    config = {
+    name = f"{algorithm}-{int(time.time())}"
+    config: dict[str, Any] = {
         "plugins": ["fsdp"], "run": {"name": name, "dir": str(FOLDER)},
         "model": {"path": str(MODEL), "dtype": "bfloat16" if CUDA else "float32"},
         "data": {"train": [{"kind": "jsonl", "path": str(FOLDER / "train.jsonl")}], "max_prompt_tokens": 128},
         "rollout": {"engine": "vllm", "samples_per_prompt": SAMPLES, "max_new_tokens": NEW,
                     "engine_args": {"gpu_memory_utilization": MEMORY} if CUDA else {}},
         "reward": {"kind": "function", "kwargs": {"path": f"{FOLDER}/reward.py:letters"}},
-        "stages": [{"algorithm": {"name": "grpo", "prompts_per_step": PROMPTS}, "steps": steps}],
+        "stages": [{"algorithm": {"name": algorithm, "prompts_per_step": PROMPTS}, "steps": steps}],
         "actor": {"optim": {"lr": 1e-6}, "tokens_per_micro_batch": update.WORK["short"][3] if CUDA else 1024},
         "checkpoint": {"save_contents": ["model"], "load_contents": ["model"]},
         "resources": {"launcher": "local"}, "trainer": {"trackers": ["console"]},
     }
-    path = FOLDER / "ours.json"
+    if algorithm == "prime":
+        config |= {"plugins": ["fsdp", "prime"], "prime": PRIME}
+    path = FOLDER / f"{algorithm}-config.json"
     path.write_text(json.dumps(config))
     subprocess.run([sys.executable, "-m", "rlrun", str(path)], check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in (FOLDER / name / "metrics.jsonl").open()]
@@ -130,28 +136,44 @@ def trl() -> dict[str, Any]:
     return {"seconds": [row["step_time"] for row in trainer.state.log_history if "step_time" in row][1:]}
 
 
-PARTS = {"engine": (engine, 150), "update": (floor_update, 90), "ours": (lambda: ours(20 if CUDA else 3), 330), "trl": (trl, 240)}
+PARTS = {
+    "engine": (engine, 150), "update": (floor_update, 90), "trl": (trl, 240),
+    "ours": (lambda: ours(20 if CUDA else 3, "grpo"), 330), "rloo": (lambda: ours(8 if CUDA else 3, "rloo"), 180),
+    "prime": (lambda: ours(8 if CUDA else 3, "prime"), 240),
+}
 """And seconds that each needs."""
 
 
+def split(part: dict[str, Any]) -> dict[str, float]:
+    """Median seconds of each phase, without the first steps, which compile."""
+    rows = part["timings"][2:] or part["timings"]
+    return {k: statistics.median(row[k] for row in rows if k in row) for k in rows[-1]}
+
+
 def report(found: dict[str, Any]) -> None:
-    def middle(name: str) -> float | None:
-        return statistics.median(found[name]["seconds"]) if name in found else None
+    def middle(name: str) -> float:
+        return statistics.median(found[name]["seconds"])
 
     for name in ("engine", "update", "trl"):
         if name in found:
             print(f"{name}: " + ", ".join(f"{s:.2f}" for s in found[name]["seconds"]) + f" s, median {middle(name):.2f}")
-    if "ours" not in found:
-        return
-    rows = found["ours"]["timings"][2:] or found["ours"]["timings"]
-    split = {k: statistics.median(row[k] for row in rows if k in row) for k in rows[0]}
-    print("ours: median seconds of each phase: " + ", ".join(f"{k} {v:.3f}" for k, v in split.items()))
-    print(f"ours: metrics of steps 3 and last: {found['ours']['metrics'][2]} {found['ours']['metrics'][-1]}")
-    if "engine" in found and "update" in found:
-        floor = middle("engine") + middle("update")  # type: ignore[operator]
-        print(f"step {split['step']:.2f} s = {split['step'] / floor:.3f} x floor ({floor:.2f} s)")
-    if "trl" in found:
-        print(f"step = {split['step'] / middle('trl'):.3f} x TRL's")  # type: ignore[operator]
+    steps = {}
+    for name in ("ours", "rloo", "prime"):
+        if name in found:
+            phases, metrics = split(found[name]), found[name]["metrics"]
+            steps[name] = phases["step"]
+            print(f"{name}: median seconds of each phase: " + ", ".join(f"{k} {v:.3f}" for k, v in phases.items()))
+            print(f"{name}: all steps: " + ", ".join(f"{row['step']:.2f}" for row in found[name]["timings"]))
+            print(f"{name}: metrics of steps 3 and last: {metrics[2]} {metrics[-1]}")
+    if {"ours", "engine", "update"} <= found.keys():
+        floor = middle("engine") + middle("update")
+        print(f"step {steps['ours']:.2f} s = {steps['ours'] / floor:.3f} x floor ({floor:.2f} s)")
+    if {"ours", "trl"} <= found.keys():
+        print(f"step = {steps['ours'] / middle('trl'):.3f} x TRL's")
+    if {"rloo", "prime"} <= found.keys():
+        more, update = steps["prime"] - steps["rloo"], split(found["rloo"])["update_actor"]
+        print(f"PRIME's step {steps['prime']:.2f} s, RLOO's {steps['rloo']:.2f}: {more / steps['rloo']:.1%} of RLOO's step more, "
+              f"{more / update:.2f} x its update")
 
 
 def main() -> None:

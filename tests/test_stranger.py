@@ -77,6 +77,7 @@ def install(wheels: list[Path], target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_package_and_file_in_ray_ranks(model, tmp_path):
     """Case 104: an installed stranger's algorithm and reward, then those of a file, on two Ray ranks; names and versions
     are the same everywhere. Case 10: 5 validation rows on 2 ranks are 5 scores."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import locally
+import pytest
 import runs
 
 
+@pytest.mark.slow
 def test_run_over_two_ranks(tmp_path, model):
     """Cases 56, 60: PPO with a critic, a reference and micro-batches by token budget takes the same steps, with the same
     metrics, over two ranks that share each sequence as on one rank without the plugin. (Two ranks could not share an update
