@@ -12,11 +12,13 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink's multicast can put GPUs that others share out of service
 
 import torch
 import torch.distributed as dist
@@ -44,7 +46,7 @@ if not CUDA:
 PROBES = (16_384, 32_768) if CUDA else (128, 256)
 """Lengths of rows whose memory is measured; it grows in proportion."""
 FILL = 0.96
-"""Of the device's memory: what the longest row is to take."""
+"""Of the memory that CUDA and NCCL leave: what the longest row is to take. The rest is lost between blocks."""
 
 
 class Measured:
@@ -92,17 +94,19 @@ class Measured:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
-    def longest(self) -> int:
+    def longest(self, fill: float = FILL) -> int:
         """Tokens of the longest row that fits, from the memory of two shorter ones; trained once, as proof."""
         self.update(PROBES[0], self.layout.dp)  # compiles
         first, second = (self.peak(length) for length in PROBES)
         if not CUDA:
             return PROBES[-1]
         each = (second - first) / (PROBES[1] - PROBES[0])
-        total = FILL * torch.cuda.get_device_properties(self.device).total_memory
-        length = int(PROBES[1] + (total - second) / each) // 1024 * 1024
+        left = torch.tensor(torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device))
+        dist.all_reduce(left, dist.ReduceOp.MIN)
+        length = int(PROBES[1] + (fill * int(left) - second) / each) // 1024 * 1024
         say(f"size {self.size}: {each / 1e3:.1f} kB a token and rank; trying a row of {length} tokens")
-        say(f"size {self.size}: it took {self.peak(length) / 1e9:.1f} GB")
+        peak = self.peak(length)
+        say(f"size {self.size}: it took {peak / 1e9:.1f} GB, {torch.cuda.max_memory_reserved(self.device) / 1e9:.1f} with gaps")
         return length
 
     def sent(self, length: int) -> int:
@@ -125,60 +129,74 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def save_model(path: str) -> None:
-    config = AutoConfig.for_model("qwen2", **MODEL, eos_token_id=1, pad_token_id=0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    say(f"{model.num_parameters() / 1e9:.3f}B parameters")
-    model.save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
+def model_folder() -> str:
+    """A random model, written by rank 0 where it is not there yet."""
+    folder = Path(tempfile.gettempdir(), f"rlrun-benchmark-ulysses-{MODEL['num_hidden_layers']}-{MODEL['num_attention_heads']}")
+    if dist.get_rank() == 0 and not (folder / "tokenizer.json").exists():
+        with torch.device("cuda" if CUDA else "cpu"):
+            config = AutoConfig.for_model("qwen2", **MODEL, eos_token_id=1, pad_token_id=0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        say(f"{model.num_parameters() / 1e9:.3f}B parameters")
+        model.save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
+    dist.barrier()
+    return str(folder)
 
 
-def compare(path: str, repeats: int) -> None:
+def compare(sizes: Sequence[int], repeats: int, fill: float = FILL) -> dict[int, tuple[int, float, int]]:
+    """By size, 1 first: the longest row, tokens/s a rank on rows of the longest of size 1, elements that a rank sends in the
+    forward of a layer."""
+    path = model_folder()
     found: dict[int, tuple[int, float, int]] = {}
-    for size in (1, RANKS):
+    for size in sizes:
         model = Measured(path, size)
-        longest = model.longest()
+        longest = model.longest(fill)
         length = longest if size == 1 else found[1][0]
         times = [model.update(length, RANKS) for _ in range(repeats)]
         found[size] = longest, length / min(times), model.sent(length)
+        say(f"size {size}: longest row {longest:,}; {length / min(times):,.0f} tokens/s a rank in rows of {length:,}; "
+            f"{found[size][2]:,} elements sent")
         device = model.device
         del model
         gc.collect()
         empty_cache(device)
+    return found
+
+
+def report(found: dict[int, tuple[int, float, int]]) -> None:
     length, speed, _ = found[1]
-    say("| size | longest row (tokens) | tokens/s a rank, rows of size 1's longest | elements sent a rank and layer, forward |")
-    say("|---|---|---|---|")
+    print("| size | longest row (tokens) | tokens/s a rank, rows of size 1's longest | elements sent a rank and layer, forward |")
+    print("|---|---|---|---|")
     for size, (longest, rate, sent) in found.items():
-        say(f"| {size} | {longest:,} | {rate:,.0f} ({rate / speed:.3f}) | {sent:,} |")
-    heads, kv_heads = int(MODEL["num_attention_heads"]), max(int(MODEL["num_key_value_heads"]), RANKS)
-    width = int(MODEL["hidden_size"]) // heads
-    formula = -(-length // RANKS) * (2 * heads + 2 * kv_heads) * width * (RANKS - 1) // RANKS
-    assert found[RANKS][2] == formula, f"(T/P) (2 Hq + 2 Hkv) D (P-1)/P is {formula}"
-    say(f"longest row {found[RANKS][0] / length:.2f} x; sent as (T/P) (2 Hq + 2 Hkv) D (P-1)/P says")
+        print(f"| {size} | {longest:,} ({longest / length:.2f} x) | {rate:,.0f} ({rate / speed:.3f} x) | {sent:,} |")
+        heads, kv_heads = int(MODEL["num_attention_heads"]), max(int(MODEL["num_key_value_heads"]), size)
+        width = int(MODEL["hidden_size"]) // heads
+        formula = -(-length // size) * (2 * heads + 2 * kv_heads) * width * (size - 1) // size
+        assert sent == formula, f"(T/P) (2 Hq + 2 Hkv) D (P-1)/P is {formula}"
+    print("elements sent are (T/P) (2 Hq + 2 Hkv) D (P-1)/P, key-value heads counted with their copies", flush=True)
 
 
-def main(rank: int, port: int | None, repeats: int) -> None:
+def main(rank: int, port: int | None, repeats: int, fill: float) -> None:
     if port is not None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if CUDA:
         torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
-    folder = Path(tempfile.gettempdir(), f"rlrun-benchmark-ulysses-{MODEL['num_hidden_layers']}")
-    if rank == 0 and not (folder / "tokenizer.json").exists():
-        save_model(str(folder))
-    dist.barrier()
-    compare(str(folder), repeats)
+    found = compare((1, RANKS), repeats, fill)
+    if rank == 0:
+        report(found)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--fill", type=float, default=FILL, help="share of the memory that the longest row is to take")
+    args = parser.parse_args()
     if "RANK" in os.environ:
-        main(int(os.environ["RANK"]), None, repeats)
+        main(int(os.environ["RANK"]), None, args.repeats, args.fill)
     else:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        torch.multiprocessing.spawn(main, (port, repeats), nprocs=RANKS)
+        torch.multiprocessing.spawn(main, (port, args.repeats, args.fill), nprocs=RANKS)
