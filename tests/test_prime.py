@@ -53,6 +53,35 @@ def test_resume_is_exact(case, model, tmp_path, monkeypatch):
         assert any(row["prime/filter/too_hard"] for row in expected)
 
 
+@pytest.mark.parametrize("leftovers", ["drop", "keep"])
+def test_groups_are_of_one_policy(leftovers, model, tmp_path, monkeypatch):
+    """Case 75: every group that PRIME scores is whole and of one policy version, also one that waited from an earlier step, and a
+    batch without a column that it needs is refused by name."""
+    from rlrun_prime.algorithm import Prime
+
+    score, seen = Prime.score, []
+
+    def look(self, batch, workers):
+        versions: dict[int, list[int]] = {}
+        for group, version in zip(batch.sequences["group"].tolist(), batch.sequences["policy_version"].tolist(), strict=True):
+            versions.setdefault(group, []).append(version)
+        seen.append(versions)
+        for place, name in ((batch.sequences, "correct"), (batch.sequences, "group"), (batch.tokens, "loss_mask")):
+            column = place.pop(name)
+            with pytest.raises(ValueError, match=f"it has no {name}:"):
+                score(self, batch, workers)
+            place[name] = column
+        return score(self, batch, workers)
+
+    monkeypatch.setattr(Prime, "score", look)
+    section = {"leftovers": leftovers, "accuracy_range": [0.0, 1.0], "oversample": 2.0 if leftovers == "keep" else 1.0}
+    train(write(tmp_path, model, 3, section, {"correction": "token_tis"}))
+    assert len(seen) == 3
+    assert all(len(of) == 4 and len(set(of)) == 1 for versions in seen for of in versions.values())
+    ages = [{step - of[0] for of in versions.values()} for step, versions in enumerate(seen)]
+    assert ages == ([{0}, {0}, {0}] if leftovers == "drop" else [{0}, {1}, {0}])
+
+
 def test_listed_but_not_chosen_does_nothing(model, tmp_path):
     """A GRPO run with the plugin in its list is the run without it."""
     plain, listed = (runs.write_run(tmp_path / name, model, runs.grpo(2), plugins=["fsdp", *more])

@@ -91,7 +91,7 @@ class Prime(PolicyAlgorithm):
     def score(self, batch: Batch, workers: WorkerGroup) -> dict[str, Value]:
         """Add `process_rewards` [T], and the samples' whole rewards before and after the update where they are known; train."""
         began, update = time.perf_counter(), self.prime.update
-        _check(batch.sequences["correct"])
+        _check(batch, {"ids", "loss_mask", "group", "correct"} | ({"log_probs"} if self.prime.reference == "policy" else set()))
         batch.tokens[REFERENCE] = self._reference(batch, workers)
         part = Batch(batch.cu_seqlens, {name: batch.tokens[name] for name in ("ids", "loss_mask", REFERENCE)},
                      {name: batch.sequences[name] for name in ("group", "correct")}, batch.ragged)
@@ -245,7 +245,11 @@ def _decoder(path: str) -> Any:
     return cache(lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
-def _check(correct: Tensor) -> None:
+def _check(batch: Batch, needed: set[str]) -> None:
+    if absent := sorted(needed - batch.tokens.keys() - batch.sequences.keys()):
+        raise ValueError(f"prime needs the columns {', '.join(sorted(needed))} of a step's batch; it has no {', '.join(absent)}: "
+                         "an algorithm or collector before it left them out")
+    correct = batch.sequences["correct"]
     if bool(((correct < 0) | (correct > 1) | correct.isnan()).any()):
         raise ValueError(f"prime learns from outcomes between 0 and 1, but the rewards' `correct` goes from "
                          f"{float(correct.min()):g} to {float(correct.max()):g}: return it as \"correct\" beside \"score\"")
