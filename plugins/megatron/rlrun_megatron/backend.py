@@ -37,7 +37,7 @@ class Megatron:
         if section.virtual_pipeline_model_parallel_size and pp == 1:
             raise ValueError("megatron.virtual_pipeline_model_parallel_size needs megatron.pipeline_model_parallel_size > 1")
         if section.use_dist_checkpointing != bool(section.dist_checkpointing_path):
-            raise ValueError("megatron.use_dist_checkpointing and megatron.dist_checkpointing_path are given together or not at all")
+            raise ValueError("megatron.use_dist_checkpointing and megatron.dist_checkpointing_path must both be given or neither")
         size = tp * cp * pp
         if ranks % size:
             raise ValueError(f"a model's {size} ranks (megatron.tensor_ x context_ x pipeline_model_parallel_size) do not divide "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -35,6 +35,9 @@ class Row:
     """Where there is something to predict: indices into `ids`."""
     targets: Tensor
     """The tokens that follow there."""
+    cos: Tensor
+    """[T, 1, D], like `sin`: of each token's rotary angles."""
+    sin: Tensor
     packed: Packed
     total: int
     """Tokens of the whole row, without what fills it up."""
@@ -44,8 +47,21 @@ class Row:
     """For Megatron, a row is one long sequence, whose boundaries only `PackedAttention` knows."""
 
 
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embeddings (arXiv:2104.09864) of [T, H, D] and [T, H_kv, D]."""
+    def one(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    return one(query), one(key)
+
+
+rotate_fused = torch.compile(rotate)
+"""Sizes of heads stay constants: where they are variables, this takes many times as long."""
+
+
 class PackedAttention(MegatronModule):
-    """Causal attention within the sequences of a row."""
+    """Causal attention within the sequences of a row, with rotary embeddings."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)
@@ -56,9 +72,11 @@ class PackedAttention(MegatronModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Row,
                 **_: Any) -> Tensor:
-        """[T, 1, H, D] and twice [T, 1, H_kv, D] -> [T, 1, H * D]."""
-        parts, spread = (query[:, 0], key[:, 0], value[:, 0]), self.config.context_parallel_size > 1
-        output = attend(*(to_heads(*parts) if spread else parts), packed_seq_params.packed, self.scale, self.window)
+        """[T, 1, H, D] and twice [T, 1, H_kv, D] -> [T, 1, H * D]. Megatron would turn queries and keys in many small steps."""
+        row, spread = packed_seq_params, self.config.context_parallel_size > 1
+        q, k = (rotate_fused if query.is_cuda else rotate)(query[:, 0], key[:, 0], row.cos, row.sin)
+        parts = q, k, value[:, 0]
+        output = attend(*(to_heads(*parts) if spread else parts), row.packed, self.scale, self.window)
         return (to_tokens(output) if spread else output).flatten(1)[:, None]
 
 
@@ -77,9 +95,26 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def engine_parts() -> BackendSpecProvider:
+    """TransformerEngine's layers, without the norms that it puts into them: parameters have the same names in either case.
+    Raises ValueError where it is not installed."""
+    from megatron.core.extensions import transformer_engine
+
+    if not transformer_engine.HAVE_TE:
+        raise ValueError("megatron.transformer_impl transformer_engine needs TransformerEngine: pip install "
+                         "'transformer-engine[pytorch]', or take local")
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    class Parts(TESpecProvider):
+        def fuse_layernorm_and_linear(self) -> bool:
+            return False
+
+    return Parts()
+
+
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """A pre-norm decoder layer, dense or with experts."""
-    parts = LocalSpecProvider()
+    """A pre-norm decoder layer, dense or with experts; config.transformer_impl says whose linear layers it has."""
+    parts = engine_parts() if config.transformer_impl == "transformer_engine" else LocalSpecProvider()
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=parts.column_parallel_linear(), core_attention=PackedAttention, linear_proj=parts.row_parallel_linear(),

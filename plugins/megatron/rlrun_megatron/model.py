@@ -46,7 +46,9 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, dtype: torc
         "deallocate_pipeline_outputs": fused or not turns,  # gloo still reads what NCCL has in its queue
         "perform_initialization": False,
         "moe_token_dispatcher_type": "alltoall",
-        "calculate_per_token_loss": True, "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+        "transformer_impl": config.transformer_impl,
+        "calculate_per_token_loss": True, "gradient_accumulation_fusion": config.transformer_impl == "transformer_engine",
+        "masked_softmax_fusion": False,
         "bias_activation_fusion": fused, "bias_dropout_fusion": fused,
     }
     if family.experts:
@@ -102,8 +104,12 @@ class Stage(GPTModel):
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: Row, **_: Any) -> tuple[Any, ...]:
         hidden = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
-        angles = packed_seq_params.position_ids[:, None].float() * self.inv_freq
-        return hidden, torch.cat([angles, angles], -1)[:, None, None], None, None, None, None
+        return hidden, None, None, None, None, None
+
+    def angles(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary angles at positions [T]: twice [T, 1, D]."""
+        angles = (position_ids[:, None].float() * self.inv_freq).repeat(1, 2)[:, None]
+        return angles.cos().to(self.config.params_dtype), angles.sin().to(self.config.params_dtype)
 
     def _postprocess(self, hidden_states: Tensor, packed_seq_params: Row, **_: Any) -> Tensor | dict[str, Tensor]:
         row = packed_seq_params

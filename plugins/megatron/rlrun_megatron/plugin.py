@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from rlrun.config.schema import opt
 from rlrun.hookspecs import API_VERSION, PluginInfo, hookimpl
+from rlrun.workers.profile import ProfileConfig
 
 if TYPE_CHECKING:
     from rlrun.workers.protocol import Layout, RoleSpec, Worker
@@ -25,6 +26,8 @@ class MegatronConfig:
     expert_model_parallel_size: int = opt(1, "ranks that share the experts of each layer", gt=0)
     expert_tensor_parallel_size: Optional[int] = opt(
         None, "ranks that share each expert's weights; default: tensor_model_parallel_size", gt=0)
+    transformer_impl: str = opt("local", "whose linear layers: Megatron's own, or TransformerEngine's", choices=(
+        "local", "transformer_engine"))
     use_distributed_optimizer: bool = opt(True, "cut AdamW's state over data-parallel ranks")
     param_offload: bool = opt(False, "move parameters to host memory while another role or the engine works")
     grad_offload: bool = opt(False, "likewise give up the memory of gradients")
@@ -36,6 +39,7 @@ class MegatronConfig:
     override_transformer_config: dict[str, Any] = opt(
         {}, "further fields of Megatron's TransformerConfig, such as recompute_granularity")
     override_ddp_config: dict[str, Any] = opt({}, "further fields of Megatron's DistributedDataParallelConfig")
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @hookimpl

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -34,6 +35,10 @@ from rlrun_megatron.model import Stage, init_value_head, made, transformer_confi
 from rlrun_megatron.offload import Host, storages
 from rlrun_megatron.plugin import MegatronConfig
 from rlrun_megatron.weights import Stream, load
+
+
+megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
+"""Also where TransformerEngine or apex bring an AdamW of their own: state and checkpoints are the same everywhere."""
 
 
 class MegatronWorker:
@@ -88,7 +93,8 @@ class MegatronWorker:
         adam = self.optim.name == "adamw"
         distributed = self.config.use_distributed_optimizer and adam  # SGD has no state that could be cut
         ddp = made(DistributedDataParallelConfig, {
-            "grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed}, self.config.override_ddp_config,
+            "grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed,
+            "overlap_param_gather": False}, self.config.override_ddp_config,
             "megatron.override_ddp_config")
         self.model = [DistributedDataParallel(self.transformer, ddp, stage, disable_bucketing=number > 0)
                       for number, stage in enumerate(self.stages)]
@@ -110,6 +116,8 @@ class MegatronWorker:
         for part in optimizer.chained_optimizers:
             if isinstance(part, DistributedOptimizer):
                 _load_with_step(part)
+            for group in part.param_groups if self.spec.device.type == "cuda" and adam else ():
+                group["fused"], group["foreach"] = True, False  # one pass over state and parameters, and no memory
         return optimizer
 
     def init_state(self) -> None:
@@ -118,9 +126,9 @@ class MegatronWorker:
             return
         for part in self.optimizer.chained_optimizers:
             for p in part.get_parameters():
-                state = part.optimizer.state[p]
+                state, place = part.optimizer.state[p], p.device if p.is_cuda else "cpu"
                 # Loading gives all parameters one tensor of steps, which each of them would count up.
-                state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)).clone()
+                state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).to(place, copy=True)
                 for name in ("exp_avg", "exp_avg_sq"):
                     state.setdefault(name, torch.zeros_like(p))
 
@@ -199,9 +207,9 @@ class MegatronWorker:
         cp, rank, padding = self.config.context_parallel_size, parallel_state.get_context_parallel_rank(), -len(ids) % multiple
         columns = (torch.nn.functional.pad(x, (0, padding)) for x in (ids, positions, ids.roll(-1), mask.roll(-1)))
         local, positions, targets, predicted = (x.chunk(cp)[rank] for x in columns)
-        chosen = predicted.nonzero()[:, 0]
-        return Row(to_device(local, device), to_device(positions, device), to_device(chosen, device),
-                   to_device(targets[chosen], device), Packed.of(cu_seqlens, device, multiple), len(ids), want, temperature)
+        chosen, there = predicted.nonzero()[:, 0], to_device(positions, device)
+        return Row(to_device(local, device), there, to_device(chosen, device), to_device(targets[chosen], device),
+                   *self.stages[0].angles(there), Packed.of(cu_seqlens, device, multiple), len(ids), want, temperature)
 
     def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
         if has_images(batch.ragged):
