@@ -50,7 +50,8 @@ def test_every_key_is_read(model, tmp_path):
     pass_at_k = runs.grpo(1, name="pass_at_k", pass_k=2, correction="token_tis", overlong_buffer=2)
     dpo = runs.write_run(tmp_path / "dpo", model, {"algorithm": {"name": "dpo", "prompts_per_step": 4}, "steps": 1}, pass_at_k,
                          data={"train": [{"kind": "jsonl", "path": str(pairs)}]})
-    adapters = [plain, "model.gradient_checkpointing=true", "fsdp.lora.rank=2", "run.name=adapters"]
+    adapters = [plain, "model.gradient_checkpointing=true", "fsdp.lora.rank=2", "run.name=adapters",
+                "fsdp.profile.use_profile=true"]
     for run in ([path], [path, "stages.2.steps=3"], [plain], adapters, [dpo]):
         config, plugins = load(*run)
         stand_in, seen = recording(config)

@@ -16,6 +16,7 @@ from rlrun.errors import RunError, Terminated
 from rlrun.hookspecs import Step
 from rlrun.metrics import Value, check_gap, data_metrics, merge, of_role, performance_metrics, results, timing_metrics
 from rlrun.validation import validate
+from rlrun.workers.profile import profile_of
 from rlrun.workers.protocol import RoleRequest
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Trainer:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.config = run.config
+        self.profile = profile_of(run.config, run.plugins)
         self.step = 0  # steps done, over all stages
         self.stage = 0
         self.stage_step = 0
@@ -71,7 +73,8 @@ class Trainer:
             self._maybe_stop()
             self.timings = {}
             began = time.perf_counter()
-            metrics = self._step(stage, algorithm, collector)
+            with self.run.workers.traced(self.step + 1, self.profile.traces(self.step + 1)):
+                metrics = self._step(stage, algorithm, collector)
             self.step, self.stage_step = self.step + 1, self.stage_step + 1
             last = self.stage_step == total
             self.timings["step"] = time.perf_counter() - began

@@ -9,6 +9,7 @@ from rlrun.algorithms.presets import GROUPED
 from rlrun.config.schema import AlgorithmConfig, Config, OptimConfig, StageConfig
 from rlrun.errors import ConfigError
 from rlrun.plugins import Plugins
+from rlrun.workers.profile import profile_of
 
 _LIMITS = {
     "gt": (lambda value, limit: value > limit, "greater than"),
@@ -36,6 +37,7 @@ def validate_resolved(config: Config, plugins: Plugins) -> None:
     """Check what depends on the chosen algorithms' classes, whose import loads torch. Raises ConfigError."""
     problems = []
     shards = plugins.layout(config).dp
+    profile_of(config, plugins)
     size = plugins.resolve("rollout", config.rollout.engine).ranks_per_engine(config)
     key = "rollout_ranks" if config.resources.rollout_ranks else "train_ranks"
     if size < 1 or getattr(config.resources, key) % size:

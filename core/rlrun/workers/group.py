@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,6 +125,15 @@ class WorkerGroup:
 
     def load(self, role: str, directory: Path, contents: Sequence[str]) -> None:
         self.call("load", role, str(directory), list(contents))
+
+    @contextmanager
+    def traced(self, step: int, wanted: bool) -> Iterator[None]:
+        """Where `wanted`, ranks that train trace what they do meanwhile, as the backend's `profile` says."""
+        if wanted:
+            self.call("begin_trace", step)
+        yield
+        if wanted:
+            self.call("finish_trace")
 
     def memory(self) -> dict[str, Value]:
         return merge(dict(self.ranks.run("memory", [()] * self.ranks.count)).values())

@@ -24,6 +24,7 @@ from rlrun.metrics import Value
 from rlrun.plugins import Plugins
 from rlrun.rollout.protocol import Completion, Request, Rollout, SamplingParams
 from rlrun.workers.channel import WeightChannel
+from rlrun.workers.profile import begin_trace
 from rlrun.workers.protocol import Layout, Loss, RoleRequest, RoleSpec, Worker
 
 log = logging.getLogger(__name__)
@@ -164,6 +165,12 @@ class Rank:
 
     def load(self, role: str, directory: str, contents: Sequence[str]) -> None:
         self.plugins.load_checkpoint(self._use(role), Path(directory), contents)
+
+    def begin_trace(self, step: int) -> None:
+        self.end_trace = begin_trace(self.config, self.plugins, self.rank, step)
+
+    def finish_trace(self) -> None:
+        self.end_trace()
 
     def memory(self) -> dict[str, Value]:
         """Peak device memory so far, in GB; nothing on a CPU."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Optional
 
 from rlrun.config.schema import opt
 from rlrun.hookspecs import API_VERSION, PluginInfo, hookimpl
+from rlrun.workers.profile import ProfileConfig
 
 if TYPE_CHECKING:
     from rlrun.workers.protocol import Layout, RoleSpec, Worker
@@ -40,6 +41,7 @@ class FsdpConfig:
     offload_optimizer: bool = opt(False, "likewise the optimizer's state")
     cpu_offload: bool = opt(False, "keep parameters, gradients and optimizer state in host memory, and update them there")
     lora: LoraConfig = field(default_factory=LoraConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @hookimpl

@@ -36,7 +36,6 @@ from rlrun_megatron.offload import Host, storages
 from rlrun_megatron.plugin import MegatronConfig
 from rlrun_megatron.weights import Stream, load
 
-
 megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
 """Also where TransformerEngine or apex bring an AdamW of their own: state and checkpoints are the same everywhere."""
 
