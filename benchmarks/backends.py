@@ -26,7 +26,7 @@ import torch.distributed as dist
 import update
 
 from rlrun.algorithms.losses import PolicyLoss
-from rlrun.batch import shard
+from rlrun.batch import Batch, shard
 from rlrun.config.schema import Config, ModelConfig, OptimConfig
 from rlrun.plugins import Plugins
 from rlrun.workers.protocol import Layout, RoleRequest, RoleSpec, Worker
@@ -34,6 +34,8 @@ from rlrun.workers.protocol import Layout, RoleRequest, RoleSpec, Worker
 CUDA = update.CUDA
 SEQUENCES = 256 if CUDA else 16
 """Of each GPU, of about 626 tokens."""
+PEAK = 989e12
+"""Dense bf16 FLOP/s of an H200."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink's multicast stays off: on a host whose GPUs others share, it can put them out of service."""
 Result = dict[str, Any]
@@ -53,7 +55,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        return f"{self.name}, {self.ranks} ranks"
+        return f"{self.name}, {self.ranks} ranks, {self.sequences} sequences"
 
 
 def megatron(tp: int = 1, pp: int = 1, sp: bool = False) -> dict[str, Any]:
@@ -87,6 +89,18 @@ def build(job: Job, path: str) -> tuple[Worker, Layout]:
     return plugins.make_worker(spec, layout), layout
 
 
+def flops(batch: Batch) -> float:
+    """Of an update's matrix products: 6 for each parameter and token, the output layer's where there is a target only, and
+    of causal attention 6 D for each head and pair of a sequence's tokens."""
+    m = {name: int(size) for name, size in update.MODEL.items()}
+    head = m["hidden_size"] // m["num_attention_heads"]
+    attention = 2 * m["hidden_size"] * head * (m["num_attention_heads"] + m["num_key_value_heads"])
+    linear = m["num_hidden_layers"] * (attention + 3 * m["hidden_size"] * m["intermediate_size"])
+    pairs = float(batch.lengths.double().square().sum())
+    output = m["vocab_size"] * m["hidden_size"] * int(batch.tokens["loss_mask"].sum())
+    return 6 * (linear * batch.num_tokens + output + m["num_hidden_layers"] * m["hidden_size"] * pairs)
+
+
 def measure(job: Job, path: str, repeats: int) -> Result:
     """Seconds of an update, a log-probability pass and the weight stream; bytes at the peak of an update, on any rank."""
     whole, tokens = update.make_batch("short", job.sequences), update.WORK["short"][3]
@@ -106,7 +120,7 @@ def measure(job: Job, path: str, repeats: int) -> Result:
         phases = {"update": lambda: worker.update(batch, loss, count, 1.0),
                   "log_probs": lambda: worker.forward(batch, {"log_probs"}, 1.0),
                   "weights": lambda: sum(x.numel() for _, x in worker.weights())}
-    result: Result = {"tokens": whole.num_tokens}
+    result: Result = {"tokens": whole.num_tokens, "flops": flops(whole)}
     for name, run in phases.items():
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
@@ -185,15 +199,16 @@ def run_all(todo: Sequence[tuple[str, int, float, Sequence[str]]], results: Path
 def row(job: Job, result: Result) -> str:
     """A line of the table: name, ranks, then numbers of `result`."""
     if "error" in result:
-        return f"| {job.name} | {job.ranks} | {result['error']} | | | | |"
+        return f"| {job.name} | {job.ranks} | {job.sequences} | {result['error']} | | | | | |"
     best = min(result["update"])
-    cells = [f"{best:.2f}", f"{result['tokens'] / best / job.ranks:,.0f}", f"{min(result['log_probs']):.2f}",
-             f"{min(result['weights']):.3f}" if "weights" in result else "", f"{result.get('peak_gb', 0):.1f}"]
-    return f"| {job.name} | {job.ranks} | " + " | ".join(cells) + " |"
+    cells = [f"{best:.2f}", f"{result['tokens'] / best / job.ranks:,.0f}", f"{result['flops'] / best / job.ranks / PEAK:.3f}",
+             f"{min(result['log_probs']):.2f}", f"{min(result['weights']):.3f}" if "weights" in result else "",
+             f"{result.get('peak_gb', 0):.1f}"]
+    return f"| {job.name} | {job.ranks} | {job.sequences} | " + " | ".join(cells) + " |"
 
 
-HEAD = ("| arrangement | GPUs | update (s) | tokens/s a GPU | log-probabilities (s) | weight stream (s) | peak memory (GB) |\n"
-        "|---|---|---|---|---|---|---|")
+HEAD = ("| arrangement | GPUs | sequences | update (s) | tokens/s a GPU | MFU | log-probabilities (s) | weight stream (s) | "
+        "peak memory (GB) |\n|---|---|---|---|---|---|---|---|---|")
 
 
 def model_folder(sizes: dict[str, Any]) -> Path:
@@ -227,7 +242,8 @@ def main() -> None:
     for job in every:
         if job.key in found:
             print(row(job, found[job.key]))
-    one, floor = found.get("Megatron TP1, 1 ranks", {}), found.get("compiled floor, 1 ranks", {})
+    one, floor = (next((found.get(job.key, {}) for job in every if job.name == name and job.ranks == 1), {})
+                  for name in ("Megatron TP1", "compiled floor"))
     if "update" in one and "update" in floor:
         ratio = min(one["update"]) / min(floor["update"])
         print(f"Megatron TP1's update is {ratio:.3f} x the compiled floor's (at most 1.25 is wanted)")
