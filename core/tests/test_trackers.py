@@ -10,7 +10,6 @@ import pytest
 
 from rlrun.trackers.console import Console, summary
 from rlrun.trackers.jsonl import Jsonl, cut_back
-from rlrun.trackers.tensorboard import TensorBoard
 
 METRICS = {"actor/pg_loss": 0.01234, "critic/score/mean": 0.5, "actor/kl_loss": 0.001, "response_length/mean": 12.3,
            "perf/throughput": 12345.6, "val-core/gsm/acc/mean@1": 0.25}
@@ -61,27 +60,6 @@ def test_cut_back_to_a_step(tmp_path):
     path.write_text('{"step": 0}\n')
     assert cut_back(path, -1) == 0
     assert path.read_text() == ""
-
-
-def test_tensorboard_files_hold_the_numbers_and_a_resume_purges(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    first = TensorBoard(tmp_path, 10, 0)
-    for step in range(1, 6):
-        first.log({"critic/score/mean": step / 4}, step)
-    first.close()
-    second = TensorBoard(tmp_path, 10, 3)
-    for step in range(3, 7):  # a resumed run tells its checkpoint's step again
-        second.log({"critic/score/mean": float(step)}, step)
-    second.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [
-        (1, 0.25), (2, 0.5), (3, 3.0), (4, 4.0), (5, 5.0), (6, 6.0)]
-    anew = TensorBoard(tmp_path, 10, 0)
-    anew.log({"critic/score/mean": 7.0}, 1)
-    anew.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 7.0)]
 
 
 def test_console_prints_a_line_a_step_on_stderr(tmp_path, capsys):

@@ -172,13 +172,18 @@ def _shared() -> RankPool:
     return RankPool(2)
 
 
+def ranks(count: int) -> RankPool | _FirstRanks:
+    """One or two ranks; one pool for all test packages of a session."""
+    return _shared() if count == 2 else _FirstRanks(_shared(), 1)
+
+
 @pytest.fixture(scope="session")
-def ranks2() -> RankPool:
+def ranks2() -> RankPool | _FirstRanks:
     """Two ranks; one pool for all test packages of a session."""
-    return _shared()
+    return ranks(2)
 
 
 @pytest.fixture(scope="session")
-def ranks1() -> _FirstRanks:
+def ranks1() -> RankPool | _FirstRanks:
     """One rank, in the first process of `ranks2`."""
-    return _FirstRanks(_shared(), 1)
+    return ranks(1)

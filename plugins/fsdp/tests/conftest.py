@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +13,13 @@ from rlrun.config.schema import ActorConfig, Config, ModelConfig, OptimConfig
 from rlrun.plugins import Plugins
 from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401
 from rlrun.testing.tiny import save_tiny
-from rlrun.testing.updates import random_batch
-from rlrun.workers.protocol import RoleRequest, RoleSpec, Term
+from rlrun.testing.updates import TokenLoss, random_batch
+from rlrun.workers.protocol import RoleRequest, RoleSpec
 from rlrun_fsdp.backend import Fsdp
 from rlrun_fsdp.plugin import FsdpConfig, WrapPolicy
 from rlrun_fsdp.worker import FsdpWorker
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-
-
-@dataclass
-class TermsLoss:
-    """A loss of policy, value and entropy parts with one of each kind of denominator; masked slots never read."""
-
-    kind: str = "tokens"
-    entropy_coef: float = 0.1
-
-    def __call__(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, Term]:
-        mask = batch.tokens["loss_mask"]
-        terms = {}
-        if "values" in outputs:
-            error = (outputs["values"][mask] - batch.tokens["advantages"][mask]) ** 2
-            return {"value_loss": Term(error.sum(), "tokens", 1.0)}
-        ratio = (outputs["log_probs"][mask] - batch.tokens["log_probs"][mask]).exp()
-        losses = -ratio * batch.tokens["advantages"][mask]
-        if self.kind == "seq_mean":
-            lengths = batch.loss_lengths()[batch.sequence_ids[mask]]
-            terms["loss"] = Term((losses / lengths).sum(), "sequences", 1.0)
-        else:
-            terms["loss"] = Term(losses.sum(), self.kind, 1.0)
-        if "entropy" in outputs:
-            terms["entropy"] = Term(outputs["entropy"][mask].sum(), "tokens", -self.entropy_coef)
-        terms["ratio_max"] = Term(ratio.detach().max() if len(ratio) else ratio.detach().new_tensor(0.0), "max")
-        return terms
 
 
 def make_config(path: str | Path, **changes: Any) -> Config:
@@ -83,8 +56,8 @@ def make_batch(lengths: tuple[int, ...] = (5, 9, 3, 7, 6, 9), prompt: int = 2, s
     return batch
 
 
-def my_shard(batch: Batch, atom: str = "sequence") -> Batch:
-    return batch.select(shard(batch, dist.get_world_size(), atom)[dist.get_rank()])
+def my_shard(batch: Batch) -> Batch:
+    return batch.select(shard(batch, dist.get_world_size())[dist.get_rank()])
 
 
 def full_weights(worker: FsdpWorker) -> dict[str, torch.Tensor]:
@@ -118,5 +91,5 @@ def tools() -> Any:
     import types
 
     return types.SimpleNamespace(
-        TermsLoss=TermsLoss, make_config=make_config, make_worker=make_worker, make_batch=make_batch, my_shard=my_shard,
+        TokenLoss=TokenLoss, make_config=make_config, make_worker=make_worker, make_batch=make_batch, my_shard=my_shard,
         full_weights=full_weights, save=save)

@@ -47,7 +47,7 @@ def test_export(ranks2, tools, tmp_path):
                 tools.save(worker, tmp_path / "out" / name, ["hf_model"])
                 sent = tools.full_weights(worker)
                 forward = worker.forward(batch, {"log_probs"}, 1.0)["log_probs"]
-                worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 1.0)
+                worker.update(tools.my_shard(batch), tools.TokenLoss(), batch.denominators(), 1.0)
                 results[name] = sent, forward, sum(p.to_local().numel() for p in worker.parameters), tools.full_weights(worker)
         return results if dist.get_rank() == 0 else {name: r[1:3] for name, r in results.items()}
 

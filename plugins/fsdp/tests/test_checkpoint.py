@@ -1,4 +1,4 @@
-"""Checkpoints: resumed runs go on as if never stopped, at any number of ranks; write errors raise everywhere."""
+"""Checkpoints beyond the contract: parts of them, exports in other dtypes, adapters; write errors raise everywhere."""
 
 from __future__ import annotations
 
@@ -31,31 +31,10 @@ def train(tools, config, batch, steps, load=None, save=None, contents=CONTENTS):
         plugins.load_checkpoint(worker, load, contents)
     resumed = whole_state(worker)
     mine, counts = tools.my_shard(batch), batch.denominators()
-    lrs = [worker.update(mine, tools.TermsLoss(), counts, 0.7)["lr"].result for _ in range(steps)]
+    lrs = [worker.update(mine, tools.TokenLoss(), counts, 0.7)["lr"].result for _ in range(steps)]
     if save is not None:
         tools.save(worker, save, contents)
     return lrs, resumed, whole_state(worker)
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_resume_equals_uninterrupted(gpt2, ranks1, ranks2, tools, tmp_path):
-    """Cases 44, 51, 52: learning rates 1..10 are those of 1..5 and 6..10; parameters and moments are bit-equal, also
-    gathered after a change from 2 ranks to 1 and from 1 to 2."""
-    batch, config = tools.make_batch(), adam(tools, gpt2)
-    whole, _, end = ranks2.run(train, tools, config, batch, 10)[0]
-    first, _, middle = ranks2.run(train, tools, config, batch, 5, None, tmp_path / "two")[0]
-    for lrs, resumed, after in ranks2.run(train, tools, config, batch, 5, tmp_path / "two"):
-        assert first + lrs == whole
-        assert same(resumed, middle)
-        assert same(after, end)
-    [(lrs, resumed, _)] = ranks1.run(train, tools, config, batch, 5, tmp_path / "two", tmp_path / "one")
-    assert first + lrs == whole
-    assert same(resumed, middle)
-    [(_, _, saved)] = ranks1.run(train, tools, config, batch, 0, tmp_path / "one")
-    assert all(same(resumed, saved) for _, resumed, _ in ranks2.run(train, tools, config, batch, 0, tmp_path / "one"))
 
 
 def test_weights_only(gpt2, ranks1, tools, tmp_path):
@@ -69,20 +48,6 @@ def test_weights_only(gpt2, ranks1, tools, tmp_path):
     config.actor.optim.lr, config.actor.optim.betas = 0.03, [0.5, 0.9]
     [(lrs, _, _)] = ranks1.run(train, tools, config, batch, 1, tmp_path)
     assert lrs == pytest.approx([0.03])
-
-
-def test_saving_changes_nothing(gpt2, ranks1, tools, tmp_path):
-    """A checkpoint before the first update leaves the optimizer as it was."""
-    batch, config = tools.make_batch(), adam(tools, gpt2)
-
-    def run(save):
-        worker = tools.make_worker(config, total_updates=10)
-        if save:
-            tools.save(worker, tmp_path, CONTENTS)
-        worker.update(batch, tools.TermsLoss(), batch.denominators(), 0.7)
-        return whole_state(worker)
-
-    assert same(ranks1.run(run, True)[0], ranks1.run(run, False)[0])
 
 
 def test_random_states(gpt2, ranks2, tools, tmp_path):
@@ -129,7 +94,7 @@ def test_export(llama, ranks2, tools, tmp_path, dtype):
 
     def run():
         worker = tools.make_worker(tools.make_config(llama, model__dtype=dtype))
-        worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
+        worker.update(tools.my_shard(batch), tools.TokenLoss(), batch.denominators(), 0.7)
         tools.save(worker, tmp_path, ["hf_model"])
         return worker.forward(batch, {"log_probs"}, 0.7)["log_probs"]
 
@@ -143,26 +108,6 @@ def test_export(llama, ranks2, tools, tmp_path, dtype):
     expected = logits.log_softmax(-1)[:-1].gather(1, batch.tokens["ids"][1:, None])[:, 0]
     tolerance = 1e-5 if dtype == "float32" else 0.05
     torch.testing.assert_close(mine[2:], expected[1:], rtol=tolerance, atol=tolerance)
-
-
-def test_critic_export(gpt2, ranks2, tools, tmp_path):
-    """A critic's checkpoint and export both bring its head back."""
-    batch, config = tools.make_batch(), tools.make_config(gpt2)
-
-    def run():
-        worker = tools.make_worker(config, ("values",), head="value")
-        worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
-        tools.save(worker, tmp_path, ["model", "optimizer", "hf_model"])
-        values = worker.forward(batch, {"values"}, 0.7)["values"]
-        resumed = tools.make_worker(config, ("values",), head="value")
-        resumed.spec.plugins.load_checkpoint(resumed, tmp_path, ["model", "optimizer"])
-        exported = tools.make_worker(config, ("values",), head="value", path=str(tmp_path / "hf"))
-        return values, *(w.forward(batch, {"values"}, 0.7)["values"] for w in (resumed, exported))
-
-    for values, resumed, exported in ranks2.run(run):
-        assert float(values.abs().max()) > 0.01
-        assert torch.equal(values, resumed)
-        torch.testing.assert_close(values, exported, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("contents, broken", [
@@ -239,61 +184,6 @@ def test_uneven_shards_are_exported(ranks2, tools, tmp_path):
     assert all(torch.equal(exported[name], x) for name, x in model.state_dict().items())
 
 
-def test_first_update_at_another_number_of_ranks(gpt2, ranks1, ranks2, tools, tmp_path):
-    """When 2 ranks become 1, metrics and weights of the next update on the same batch are equal."""
-    batch, loss = tools.make_batch(), tools.TermsLoss()
-    sgd = tools.make_config(gpt2, actor__optim__lr=0.3)
-
-    def update(load, save=None):
-        from rlrun.metrics import merge
-
-        worker = tools.make_worker(sgd, total_updates=10)
-        if load is not None:
-            worker.spec.plugins.load_checkpoint(worker, load, CONTENTS)
-        metrics = worker.update(tools.my_shard(batch), loss, batch.denominators(), 0.7)
-        if save is not None:
-            tools.save(worker, save, CONTENTS)
-        return metrics, tools.full_weights(worker), merge
-
-    ranks2.run(update, None, tmp_path)
-    two = ranks2.run(update, tmp_path)
-    [(metrics, weights, merge)] = ranks1.run(update, tmp_path)
-    for name, value in merge(m for m, _, _ in two).items():
-        assert metrics[name].result == pytest.approx(value.result, rel=1e-9, abs=1e-9), name
-    for name, tensor in two[0][1].items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-9)
-
-
-def test_asynchronous_save(gpt2, ranks2, tools, tmp_path):
-    """What is written while training goes on is the state of the moment of saving; the next save's copies do not mix."""
-    batch, config = tools.make_batch(), adam(tools, gpt2, checkpoint__async_save=True)
-
-    def run():
-        from concurrent.futures import ThreadPoolExecutor
-
-        worker = tools.make_worker(config, total_updates=10)
-        mine, counts = tools.my_shard(batch), batch.denominators()
-        worker.update(mine, tools.TermsLoss(), counts, 0.7)
-        before, sent = whole_state(worker), tools.full_weights(worker)
-        write = worker.spec.plugins.save_checkpoint(worker, tmp_path, [*CONTENTS, "hf_model"])
-        with ThreadPoolExecutor(1) as pool:
-            written = pool.submit(write)
-            for _ in range(3):
-                worker.update(mine, tools.TermsLoss(), counts, 0.7)
-            written.result()
-        assert not same(whole_state(worker), before)
-        return before, sent
-
-    from safetensors.torch import load_file
-
-    before, sent = ranks2.run(run)[0]
-    exported = load_file(tmp_path / "hf/model.safetensors")
-    assert same(exported, sent)
-    for lrs, resumed, _ in ranks2.run(train, tools, config, batch, 1, tmp_path):
-        assert same(resumed, before)
-        assert lrs == pytest.approx([0.01 * 2 / 3])
-
-
 def test_adapters_on_transposed_weights_are_refused(gpt2, ranks1, tools):
     """GPT-2 keeps its weights as [in, out]: merging adapters into them would be wrong, so they are refused by name."""
     config = tools.make_config(gpt2, model__dtype="float32", fsdp__lora__rank=2)
@@ -318,7 +208,7 @@ def test_adapters(llama, ranks1, ranks2, tools, tmp_path):
         else:
             assert torch.equal(worker.forward(batch, {"log_probs"}, 0.7)["log_probs"], base), "adapters begin at nothing"
             for _ in range(2):
-                worker.update(tools.my_shard(batch), tools.TermsLoss(), batch.denominators(), 0.7)
+                worker.update(tools.my_shard(batch), tools.TokenLoss(), batch.denominators(), 0.7)
         if save is not None:
             tools.save(worker, save, [*CONTENTS, "hf_model"])
         after = worker.forward(batch, {"log_probs"}, 0.7)["log_probs"]

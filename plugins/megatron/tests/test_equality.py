@@ -22,7 +22,8 @@ def expected(models, ranks1, tools):
     return of
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2 tied", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2 tied"])
 def test_one_rank(models, ranks1, tools, expected, kind):
     """One rank, one micro-batch and several uneven ones."""
     for micro in (4096, 12):
@@ -69,7 +70,8 @@ def test_four_ranks(models, ranks4, tools, expected, kind, layout):
     tools.assert_same(got, expected(kind))
 
 
-@pytest.mark.parametrize("layout", ["tp2 sp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp2", "pp2", "cp2"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2 sp", "tp2", "cp2"])
 def test_value_model(models, ranks2, tools, expected, layout):
     """A critic's values and gradients, those of its scalar head too."""
     config = tools.make_config(models["llama"], micro=12, **LAYOUTS[layout])

@@ -1,0 +1,17 @@
+"""The suites that every plugin that spreads sequences passes."""
+
+from __future__ import annotations
+
+from rlrun.testing.contracts.attention import AttentionContract
+from rlrun.testing.contracts.base import PluginContract
+
+
+class TestPlugin(PluginContract):
+    plugins = ["ulysses"]
+
+
+class TestUlysses(AttentionContract):
+    plugins = ["fsdp", "ulysses"]
+    backend = "fsdp"
+    spread = {"ulysses": {"size": 2}}
+    apart = {"ulysses": {"size": 1}}
