@@ -75,7 +75,7 @@ def load(worker: MegatronWorker, directory: Path, contents: Sequence[str]) -> No
         if "model" in contents:
             for number, stage in enumerate(worker.stages):
                 stage.load_state_dict(loaded[f"model{number}"])
-        if "optimizer" in loaded:
+        if "optimizer" in state:  # what is loaded has the optimizer's number of steps in any case
             _load_optimizer(worker, loaded["optimizer"])
         elif worker.optimizer is not None:
             worker.optimizer.reload_model_params()

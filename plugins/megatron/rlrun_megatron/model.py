@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -59,8 +60,10 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, dtype: torc
         }
     if recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    key = "megatron.override_transformer_config"
-    return made(TransformerConfig, fields, config.override_transformer_config, key)
+    key, override = "megatron.override_transformer_config", config.override_transformer_config
+    if "layernorm" in override.get("recompute_modules", ()) and not HAVE_TE:
+        raise ValueError(f"{key}: recompute_modules layernorm needs TransformerEngine, which is not installed")
+    return made(TransformerConfig, fields, override, key)
 
 
 def made(kind: type[Any], fields: dict[str, Any], override: dict[str, Any], key: str) -> Any:

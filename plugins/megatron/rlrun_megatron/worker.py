@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -36,8 +36,9 @@ from rlrun_megatron.offload import Host, storages
 from rlrun_megatron.plugin import MegatronConfig
 from rlrun_megatron.weights import Stream, load
 
+# torch's AdamW also where TransformerEngine or apex bring one of their own: state and checkpoints are the same everywhere.
 megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
-"""Also where TransformerEngine or apex bring an AdamW of their own: state and checkpoints are the same everywhere."""
+distrib_optimizer.HAVE_APEX_OR_TE = False
 
 
 class MegatronWorker:

@@ -19,6 +19,7 @@ CASES = [
     ("moe", 2, {"expert_model_parallel_size": 4}, "experts over 4 ranks"),
     ("moe", 8, {"expert_model_parallel_size": 8}, "num_experts = 4"),
     ("moe", 2, {"tensor_model_parallel_size": 2}, "needs megatron.sequence_parallel in a model with experts"),
+    ("llama", 1, {"use_dist_checkpointing": True}, "must both be given or neither"),
 ]
 
 
@@ -61,6 +62,13 @@ def test_overrides(models, ranks1, tools):
     """Unknown fields, and those that the model or other keys decide, are refused; others reach Megatron."""
     config = tools.make_config(models["llama"], override_transformer_config={"no_such_field": 1})
     with pytest.raises(ValueError, match="megatron.override_transformer_config: .*no_such_field"):
+        tools.update(ranks1, config, tools.make_batch(5))
+    config = tools.make_config(models["llama"], override_transformer_config={
+        "recompute_granularity": "selective", "recompute_modules": ["layernorm"]})
+    with pytest.raises(ValueError, match="recompute_modules layernorm needs TransformerEngine"):
+        tools.update(ranks1, config, tools.make_batch(5))
+    config = tools.make_config(models["llama"], transformer_impl="transformer_engine")
+    with pytest.raises(ValueError, match="transformer_engine needs TransformerEngine: pip install"):
         tools.update(ranks1, config, tools.make_batch(5))
     config = tools.make_config(models["llama"], override_ddp_config={"use_distributed_optimizer": True})
     with pytest.raises(ValueError, match="use_distributed_optimizer follow from the model and the other keys"):
