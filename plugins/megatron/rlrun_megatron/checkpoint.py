@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,15 +149,19 @@ def _common(common: dict[str, Any], directory: Path) -> None:
 
 def _load_optimizer(worker: MegatronWorker, state: dict[str, Any]) -> None:
     assert worker.optimizer is not None
-    own = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in worker.optimizer.param_groups]
+    own = {_kind(group): {k: v for k, v in group.items() if k not in ("params", "step")} for group in worker.optimizer.param_groups}
     for part in [state] if "param_groups" in state or "optimizer" in state else state.values():
         inner = part.get("optimizer", part)
+        for group in inner["param_groups"]:  # the configuration's rates, by which mcore 0.19 also tells groups apart
+            group.update(own[_kind(group)])
         if "state" in inner:  # steps are not saved where there were none
             inner["state"].setdefault("common_step", torch.zeros((), dtype=torch.float32))
     worker.optimizer.load_state_dict(state)
-    for group, values in zip(worker.optimizer.param_groups, own):
-        group.update(values)
     worker.init_state()
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in ("wd_mult", "is_expert_parallel"))
 
 
 def _extra(worker: MegatronWorker) -> dict[str, Any]:
