@@ -81,13 +81,12 @@ PRIME = {"reference": "policy", "accuracy_range": [0.0, 1.0], "drop_truncated": 
 """Every group is kept, as none of a random model's would be: the work of a step is then that of RLOO's and the reward model's."""
 
 
-def ours(steps: int, algorithm: str) -> dict[str, Any]:
-    """Steps of `rl-run` with its defaults, the gap metric on."""
+def settings(name: str, steps: int, algorithm: str = "grpo") -> dict[str, Any]:
+    """The configuration of a run with the defaults, the gap metric on."""
     (FOLDER / "reward.py").write_text(REWARD)
     (FOLDER / "train.jsonl").write_text("".join(
         json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts(0, PROMPTS * 64)))
-    name = f"{algorithm}-{int(time.time())}"
-    config: dict[str, Any] = {
+    return {
         "plugins": ["fsdp"], "run": {"name": name, "dir": str(FOLDER)},
         "model": {"path": str(MODEL), "dtype": "bfloat16" if CUDA else "float32"},
         "data": {"train": [{"kind": "jsonl", "path": str(FOLDER / "train.jsonl")}], "max_prompt_tokens": 128},
@@ -99,16 +98,24 @@ def ours(steps: int, algorithm: str) -> dict[str, Any]:
         "checkpoint": {"save_contents": ["model"], "load_contents": ["model"]},
         "resources": {"launcher": "local"}, "trainer": {"trackers": ["console"]},
     }
-    if algorithm == "prime":
-        config |= {"plugins": ["fsdp", "prime"], "prime": PRIME}
-    path = FOLDER / f"{algorithm}-config.json"
+
+
+def ours(steps: int, algorithm: str) -> dict[str, Any]:
+    config = settings(f"{algorithm}-{int(time.time())}", steps, algorithm)
+    return train(config | ({"plugins": ["fsdp", "prime"], "prime": PRIME} if algorithm == "prime" else {}))
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each phase and metrics of each step of `rl-run`."""
+    name = config["run"]["name"]
+    path = FOLDER / f"{name}.json"
     path.write_text(json.dumps(config))
     subprocess.run([sys.executable, "-m", "rlrun", str(path)], check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in (FOLDER / name / "metrics.jsonl").open()]
     rows = [row for row in rows if "timing_s/step" in row]
     timings = [{k.removeprefix("timing_s/"): v for k, v in row.items() if k.startswith("timing_s/")} for row in rows]
     keep = ("rollout/gap_mean", "rollout/gap_max", "perf/max_memory_reserved_gb", "perf/max_memory_allocated_gb",
-            "perf/device_memory_used_gb", "response_length/mean")
+            "perf/device_memory_used_gb", "response_length/mean", "perf/total_num_tokens")
     return {"timings": timings, "metrics": [{k: row[k] for k in keep if k in row} for row in rows]}
 
 

@@ -65,7 +65,9 @@ class VllmRollout:
         cuda = device.type == "cuda"
         self.llm = LLM(**{
             "gpu_memory_utilization": 0.6, "enable_prefix_caching": True, "enforce_eager": not cuda, "disable_log_stats": True,
-            "max_model_len": config.data.max_prompt_tokens + config.rollout.max_new_tokens, **given,
+            "max_model_len": config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+            "disable_custom_all_reduce": size > 1,  # it looks for the GPUs of other ranks, but each sees its own alone
+            **given,
             "model": config.model.path, "tokenizer": config.model.tokenizer or config.model.path, "dtype": config.model.dtype,
             "load_format": "dummy", "seed": _number(self.seed) % 2**31, "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": cuda, "skip_tokenizer_init": not config.rollout.stop,
