@@ -17,22 +17,24 @@ from typer.core import TyperGroup
 from rlrun import __version__
 from rlrun.errors import ConfigError, ExitCode, RunError
 
-COMMANDS = ("run", "plugins", "export")
+COMMANDS = ("run", "plugins", "export", "report", "doctor", "new-plugin")
 
 
 class _RunByDefault(TyperGroup):
     """`rl-run CONFIG` means `rl-run run CONFIG`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in (*COMMANDS, "--help", "--version"):
+        if args and args[0] not in (*COMMANDS, "--help", "--version", "--install-completion", "--show-completion"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(name="rl-run", cls=_RunByDefault, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(name="rl-run", cls=_RunByDefault, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 PluginOption = Annotated[list[str] | None, typer.Option(
     "-p", "--plugins", metavar="NAME|FILE[,...]", help="Add plugins to the configuration's list.")]
+Overrides = Annotated[list[str] | None, typer.Argument(
+    metavar="[key=value ...]", help="Keys to set, such as actor.optim.lr=1e-6 or stages.0.steps=10.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of expected errors too.")]
 
 
@@ -51,14 +53,21 @@ def _version(wanted: bool) -> None:
 def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
     """Reinforcement-learning post-training of language models.
 
-    Train with: rl-run CONFIG [key=value ...] [-p PLUGIN]; rl-run run --help has all of its options."""
+    Train with: rl-run CONFIG [key=value ...] [-p PLUGIN]; rl-run run --help has all of its options.
+
+    \b
+    rl-run doctor                                     what is installed here
+    rl-run examples/quickstart.yaml -p fsdp           train; the same command goes on where it stopped
+    rl-run config.yaml -p fsdp actor.optim.lr=1e-6    with a key set, of those that --print-config shows
+    rl-run report runs/first runs/second              look at two runs together
+    rl-run new-plugin short-answers --kind reward     begin a plugin
+    """
 
 
 @app.command()
 def run(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(
-        metavar="[key=value ...]", help="Keys to set, such as actor.optim.lr=1e-6 or stages.0.steps=10.")] = None,
+    overrides: Overrides = None,
     plugins: PluginOption = None,
     no_plugin: Annotated[list[str] | None, typer.Option(
         "--no-plugin", metavar="NAME", help="Leave out a listed plugin, with its section.")] = None,
@@ -121,6 +130,54 @@ def export(
         from rlrun.checkpoint import export as export_checkpoint
 
         export_checkpoint(checkpoint, out)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN...]", help="Folders of runs, also of one in progress.")],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; default: report.html in the first run.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write one page of HTML with curves, timing, samples and differences of runs.
+
+    Example: rl-run report runs/first runs/second --out compared.html"""
+    with _reported(debug):
+        from rlrun.report import write
+
+        _emit(str(write(runs, out)))
+
+
+@app.command()
+def doctor(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="YAML file of a run, to see what it lacks.")] = None,
+    overrides: Overrides = None,
+    plugins: PluginOption = None,
+    debug: Debug = False,
+) -> None:
+    """Show versions, GPUs and plugins, and what a configuration needs and does not find; then the exit code is 4.
+
+    Example: rl-run doctor examples/quickstart.yaml -p fsdp"""
+    with _reported(debug):
+        from rlrun.doctor import examine
+
+        code = examine(config, overrides or (), _items(plugins))
+    raise typer.Exit(code)
+
+
+@app.command("new-plugin")
+def new_plugin(
+    name: Annotated[str, typer.Argument(help="Name of the plugin: lower-case, such as short-answers.")],
+    kind: Annotated[str, typer.Option("--kind", help="algorithm, backend, reward, rollout or tracker.")],
+    debug: Debug = False,
+) -> None:
+    """Write a plugin to begin with, with its tests, into the folder rlrun-NAME.
+
+    Example: rl-run new-plugin short-answers --kind reward"""
+    with _reported(debug):
+        from rlrun import scaffold
+
+        folder = scaffold.new_plugin(name, kind, Path())
+        _emit(f"{folder}: next, cd {folder}, pip install -e '.[test]', pytest; its README.md says more")
 
 
 @contextmanager

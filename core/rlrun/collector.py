@@ -38,8 +38,8 @@ class Collector:
         `last` says that the stage ends with this step."""
         raise NotImplementedError
 
-    def records(self) -> list[dict[str, Any]]:
-        """The last batch's completions, for dumps."""
+    def records(self, batch: Batch) -> list[dict[str, Any]]:
+        """The last batch's completions, for dumps, with what `batch`, made of them, has learned since."""
         return []
 
     def position(self) -> dict[str, Any]:
@@ -160,8 +160,18 @@ class RolloutCollector(Collector):
         """Whether a sample is of the random share whose engine log-probabilities are compared with the trainer's."""
         return random.Random(f"gap|{self.config.run.seed}|{key}").random() < self.config.rollout.gap_fraction
 
-    def records(self) -> list[dict[str, Any]]:
-        return [record for rollouts in self.last.rollouts for record in rollouts.records()]
+    def records(self, batch: Batch) -> list[dict[str, Any]]:
+        """Those in `batch` have `advantages` of their tokens in the loss, and these tokens' `texts`."""
+        mask, advantages = batch.tokens["loss_mask"], batch.tokens["advantages"]
+        learned, ends = {}, batch.cu_seqlens.tolist()
+        for row, group in enumerate(batch.sequences["group"].tolist()):
+            part = slice(ends[row], ends[row + 1])
+            ids = batch.tokens["ids"][part]
+            learned[group, tuple(ids.tolist())] = {
+                "advantages": advantages[part][mask[part]].tolist(),
+                "texts": self.generator.tokenizer.batch_decode(ids[mask[part]][:, None])}
+        return [record | learned.get((e.group, e.stream), {}) for rollouts in self.last.rollouts
+                for e, record in zip(rollouts.episodes, rollouts.records(), strict=True)]
 
     def position(self) -> dict[str, Any]:
         return self.last.position

@@ -71,7 +71,7 @@ def has_more(directory: Path, config: Config) -> bool:
 
 def changes(saved: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     """Keys whose value differs from a saved configuration: key -> (old, new). Raises ConfigError for one that must not."""
-    old, new = (_flat(yaml.safe_load(text), "") for text in (saved.read_text(encoding="utf-8"), to_yaml(config)))
+    old, new = (flat(yaml.safe_load(text), "") for text in (saved.read_text(encoding="utf-8"), to_yaml(config)))
     differing = {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)}
     longer = [k for k in differing if k.startswith("stages.") and k.endswith((".steps", ".epochs"))]
     refused = [k for k in differing if not k.startswith(FREE) and k not in longer]
@@ -81,9 +81,9 @@ def changes(saved: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     return differing
 
 
-def _flat(value: Any, key: str) -> dict[str, Any]:
+def flat(value: Any, key: str) -> dict[str, Any]:
     if isinstance(value, dict) and value:
-        return {k: v for name, item in value.items() for k, v in _flat(item, f"{key}.{name}".lstrip(".")).items()}
+        return {k: v for name, item in value.items() for k, v in flat(item, f"{key}.{name}".lstrip(".")).items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{key}.{i}").items()}
+        return {k: v for i, item in enumerate(value) for k, v in flat(item, f"{key}.{i}").items()}
     return {key: value}

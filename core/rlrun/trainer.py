@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -144,7 +144,7 @@ class Trainer:
         metrics |= performance_metrics(batch, self.timings, self.config.resources.train_ranks)
         metrics |= timing_metrics(self.timings, batch)
         check_gap(metrics, self.config.rollout.gap_limit)
-        self._dump(collector.records(), f"step_{self.step + 1:06d}", self.config.trainer.dump_rollouts_every)
+        self._dump(lambda: collector.records(batch), f"step_{self.step + 1:06d}", self.config.trainer.dump_rollouts_every)
         algorithm.observe(metrics)
         extra = self.run.plugins.compute_metrics(Step(self.step + 1, self.stage, self.config, batch, metrics))
         return {**metrics, **extra}
@@ -182,7 +182,7 @@ class Trainer:
         collector.settle()
         with self._phase("testing"):
             metrics, records = validate(self.run, algorithm, self.step)
-        self._dump(records, f"validation_{self.step:06d}", 1)
+        self._dump(lambda: records, f"validation_{self.step:06d}", 1)
         return metrics
 
     def _save(self, state: dict[str, Any], final: bool, background: bool = False) -> None:
@@ -232,8 +232,8 @@ class Trainer:
             raise RunError(f"{in_a_row} updates of the {role} in a row had a non-finite gradient "
                            "(trainer.max_skipped_updates); the last checkpoint is from before them or unaffected by them")
 
-    def _dump(self, records: Sequence[dict[str, Any]], name: str, every: int) -> None:
-        if records and every and (every == 1 or (self.step + 1) % every == 0):
+    def _dump(self, make: Callable[[], Sequence[dict[str, Any]]], name: str, every: int) -> None:
+        if every and (every == 1 or (self.step + 1) % every == 0) and (records := make()):
             path = Path(self.run.directory) / "rollouts" / f"{name}.jsonl"
             with self.run.surviving("rollouts"):
                 path.parent.mkdir(exist_ok=True)

@@ -160,7 +160,7 @@ class BackendContract(Contract):
         """What was seen of a step is what transformers computes."""
         tolerance = TOLERANCES[self.dtype]
         metrics, columns, gradients = reference(model, batch, self.dtype, kind)
-        got = dict(seen.metrics[-1])
+        got = {name: value for name, value in seen.metrics[-1].items() if "/" not in name}  # a backend may have more of its own
         assert (got.pop("lr"), got.pop("skipped")) == (1.0, 0.0)
         assert got == pytest.approx(metrics, rel=tolerance, abs=tolerance)
         for name, column in columns.items():
