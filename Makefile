@@ -20,7 +20,7 @@ $(READY): pyproject.toml core/pyproject.toml plugins/fsdp/pyproject.toml plugins
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e 'core[testing]' -e 'plugins/fsdp[lora]' -e plugins/ulysses -e plugins/prime -e plugins/megatron \
+	$(BIN)/python -m pip install --quiet -e 'core[testing,wandb,mlflow]' -e 'plugins/fsdp[lora]' -e plugins/ulysses -e plugins/prime -e plugins/megatron \
 		--group dev
 	@# vLLM for CPUs, whose torchvision, torchaudio and torchcodec are built for GPUs and would break transformers
 	if $(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is not None)"; then \

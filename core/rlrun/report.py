@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import yaml
 
 from rlrun.errors import ConfigError
 from rlrun.folder import flat
+from rlrun.trackers.jsonl import read
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html"
 POINTS = 2000
@@ -47,7 +48,7 @@ def data(runs: Sequence[Path]) -> dict[str, Any]:
 def metrics(run: Path) -> dict[str, Any]:
     """`steps`, and for each metric one value or None for each of them: what metrics.jsonl last said of the step."""
     rows: dict[int, dict[str, float | None]] = {}
-    for line in _lines(run / "metrics.jsonl"):
+    for line in read(run / "metrics.jsonl"):
         rows.setdefault(line.pop("step"), {}).update(line)
     steps = sorted(rows)
     steps = [*steps[:-1 : -(-len(steps) // POINTS)], *steps[-1:]] if steps else []
@@ -62,7 +63,7 @@ def dumps(run: Path) -> list[dict[str, Any]]:
         paths = sorted((run / "rollouts").glob(f"{kind}_*.jsonl"), key=_step)
         chosen = sorted({round(i * (len(paths) - 1) / (DUMPS - 1)) for i in range(DUMPS)}) if paths else []
         for path in (paths[i] for i in chosen):
-            records = list(_lines(path))
+            records = list(read(path))
             found.append({
                 "step": _step(path), "kind": kind,
                 "lengths": [r["tokens"] for r in records], "rewards": [r["reward"] for r in records],
@@ -72,14 +73,6 @@ def dumps(run: Path) -> list[dict[str, Any]]:
 
 def _step(path: Path) -> int:
     return int(path.stem.rpartition("_")[2])
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, without a last line that is still being written. What is not finite becomes None."""
-    if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                yield json.loads(line, parse_constant=lambda _: None)
 
 
 def _config(run: Path) -> Mapping[str, Any]:

@@ -3,8 +3,9 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 
 class Jsonl:
@@ -28,6 +29,14 @@ class Jsonl:
 
     def close(self) -> None:
         self.file.close()
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, if there is one, without a last line that is still being written. What is not finite
+    becomes None."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith(b"\n"):
+            yield json.loads(line, parse_constant=lambda _: None)
 
 
 def cut_back(path: Path, step: int) -> int:

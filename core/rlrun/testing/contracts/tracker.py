@@ -10,6 +10,7 @@ import pytest
 
 from rlrun.plugins import Plugins
 from rlrun.testing.contracts.base import Contract
+from rlrun.trackers.jsonl import Jsonl, cut_back
 from rlrun.trackers.protocol import Tracker
 
 TOLERANCE = 1e-6
@@ -29,10 +30,14 @@ class TrackerContract(Contract):
         return made
 
     def told(self, run_dir: Path, steps: Mapping[int, float], resumed_step: int = 0) -> None:
-        tracker = self.make(run_dir, resumed_step)
+        """A run's steps from a checkpoint on, with metrics.jsonl, as every run has it."""
+        cut_back(run_dir / "metrics.jsonl", resumed_step - 1)
+        trackers = Jsonl(run_dir), self.make(run_dir, resumed_step)
         for step, value in steps.items():
-            tracker.log({NAME: value}, step)
-        tracker.close()
+            for tracker in trackers:
+                tracker.log({NAME: value}, step)
+        for tracker in trackers:
+            tracker.close()
 
     def kept(self, run_dir: Path) -> list[tuple[int, float]]:
         return list(type(self).read(run_dir)[NAME])
