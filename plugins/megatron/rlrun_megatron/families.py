@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -29,11 +30,21 @@ FAMILIES = {
 _ROPES = ("default", "linear", "llama3")
 
 
+def bridged(hf: PretrainedConfig) -> bool:
+    """Whether a model is none of ours, but perhaps one of Megatron-Bridge's. Raises ValueError where that is not installed."""
+    if hf.model_type in FAMILIES:
+        return False
+    try:
+        if importlib.util.find_spec("megatron.bridge"):
+            return True
+    except ModuleNotFoundError:
+        pass
+    raise ValueError(f"the megatron backend has no {hf.model_type!r} models; it has {', '.join(FAMILIES)}: take another "
+                     "backend, or pip install megatron-bridge, which may know them")
+
+
 def family_of(hf: PretrainedConfig) -> Family:
-    """Raises ValueError for models that this backend cannot build."""
-    if hf.model_type not in FAMILIES:
-        raise ValueError(f"the megatron backend has no {hf.model_type!r} models; it has {', '.join(FAMILIES)}: take another "
-                         "backend")
+    """Raises ValueError for models that this backend cannot build itself."""
     rope = hf.rope_parameters["rope_type"]
     refused = {
         f"hidden_act {hf.hidden_act!r}": hf.hidden_act != "silu",
@@ -54,7 +65,11 @@ def head_size(hf: PretrainedConfig) -> int:
 
 
 def check_sizes(hf: PretrainedConfig, config: MegatronConfig) -> None:
-    """Raises ValueError where a model cannot be cut as the configuration says."""
+    """Raises ValueError where a model cannot be cut as the configuration says. What Megatron-Bridge builds, that checks."""
+    if bridged(hf):
+        if config.context_parallel_size > 1:
+            raise ValueError(f"megatron.context_parallel_size > 1 is not supported for {hf.model_type} models")
+        return
     family = family_of(hf)
     tp, cp, ep = config.tensor_model_parallel_size, config.context_parallel_size, config.expert_model_parallel_size
     pieces = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)

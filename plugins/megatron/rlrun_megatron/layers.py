@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class Row:
     """Tokens of the whole row, without what fills it up."""
     want: frozenset[str]
     temperature: float
-    qkv_format: str = "sbhd"
+    qkv_format: ClassVar[str] = "sbhd"
     """For Megatron, a row is one long sequence, whose boundaries only `PackedAttention` knows."""
 
 

@@ -32,38 +32,50 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, dtype: torc
                        fused: bool) -> TransformerConfig:
     """Megatron's configuration of a model. Raises ValueError where sizes do not fit or an override is wrong."""
     check_sizes(hf, config)
-    family, turns = family_of(hf), config.virtual_pipeline_model_parallel_size is not None
+    key, override = "megatron.override_transformer_config", config.override_transformer_config
+    if "layernorm" in override.get("recompute_modules", ()) and not HAVE_TE:
+        raise ValueError(f"{key}: recompute_modules layernorm needs TransformerEngine, which is not installed")
+    layers = {"transformer_impl": config.transformer_impl, "masked_softmax_fusion": False,
+              "gradient_accumulation_fusion": config.transformer_impl == "transformer_engine",
+              "bias_activation_fusion": fused, "bias_dropout_fusion": fused}
+    return made(TransformerConfig, architecture(hf) | layers | running(config, dtype, recompute, fused), override, key)
+
+
+def architecture(hf: PretrainedConfig) -> dict[str, Any]:
+    """What a model's Hugging Face configuration says, in Megatron's terms."""
+    family = family_of(hf)
     fields: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers, "hidden_size": hf.hidden_size, "ffn_hidden_size": hf.intermediate_size,
         "num_attention_heads": hf.num_attention_heads, "num_query_groups": hf.num_key_value_heads,
         "kv_channels": head_size(hf), "normalization": "RMSNorm", "layernorm_epsilon": hf.rms_norm_eps,
         "add_bias_linear": False, "add_qkv_bias": family.qkv_bias, "qk_layernorm": family.qk_norm,
-        "gated_linear_unit": True, "activation_func": F.silu, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "gated_linear_unit": True, "activation_func": F.silu, "perform_initialization": False,
+    }
+    if family.experts:
+        fields |= {
+            "num_moe_experts": hf.num_experts, "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_router_topk": hf.num_experts_per_tok, "moe_router_pre_softmax": not hf.norm_topk_prob,
+        }
+    return fields
+
+
+def running(config: MegatronConfig, dtype: torch.dtype, recompute: bool, fused: bool) -> dict[str, Any]:
+    """How any model is cut and computed."""
+    turns = config.virtual_pipeline_model_parallel_size is not None
+    fields: dict[str, Any] = {
+        "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "params_dtype": dtype, "bf16": dtype == torch.bfloat16, "pipeline_dtype": dtype,
         **{key: getattr(config, key) for key in SIZES},
         # Two stages that take turns are one another's neighbours on both sides: what they exchange must be of one shape, and
         # not in one batch.
         "variable_seq_lengths": not turns, "overlap_p2p_comm": turns, "batch_p2p_comm": not turns,
         "deallocate_pipeline_outputs": fused or not turns,  # gloo still reads what NCCL has in its queue
-        "perform_initialization": False,
-        "moe_token_dispatcher_type": "alltoall",
-        "transformer_impl": config.transformer_impl,
-        "calculate_per_token_loss": True, "gradient_accumulation_fusion": config.transformer_impl == "transformer_engine",
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": fused, "bias_dropout_fusion": fused,
+        "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+        "calculate_per_token_loss": True,
     }
-    if family.experts:
-        fields |= {
-            "num_moe_experts": hf.num_experts, "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            "moe_router_topk": hf.num_experts_per_tok, "moe_router_pre_softmax": not hf.norm_topk_prob,
-            "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
-        }
     if recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    key, override = "megatron.override_transformer_config", config.override_transformer_config
-    if "layernorm" in override.get("recompute_modules", ()) and not HAVE_TE:
-        raise ValueError(f"{key}: recompute_modules layernorm needs TransformerEngine, which is not installed")
-    return made(TransformerConfig, fields, override, key)
+    return fields
 
 
 def made(kind: type[Any], fields: dict[str, Any], override: dict[str, Any], key: str) -> Any:
@@ -86,6 +98,10 @@ def padded_vocabulary(hf: PretrainedConfig, tp: int) -> int:
 class Stage(GPTModel):
     """A pipeline stage: hidden states out, or of the last one the outputs of the model's head."""
 
+    head: Head
+    vocabulary: int
+    scale, softcap = 1.0, None
+
     def __init__(self, hf: PretrainedConfig, config: TransformerConfig, head: Head, master: torch.dtype,
                  vp_stage: int | None = None) -> None:
         tp = parallel_state.get_tensor_model_parallel_group()
@@ -97,7 +113,7 @@ class Stage(GPTModel):
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage), vp_stage=vp_stage)
         self.head = head
-        self.vocabulary: int = hf.vocab_size
+        self.vocabulary = hf.vocab_size
         device = torch.cuda.current_device()
         self.register_buffer("inv_freq", _inv_freq(hf).to(device), persistent=False)
         if head != "lm" and self.post_process:  # the same on all tensor-parallel ranks, and never below float32
@@ -140,8 +156,8 @@ class Stage(GPTModel):
         tp = parallel_state.get_tensor_model_parallel_group()
         first = tp.rank() * weight.shape[0]
         log_probs, entropy = chosen_log_probs(
-            hidden, weight[:self.vocabulary - first], None, row.targets, row.temperature, entropy="entropy" in row.want,
-            compiled=hidden.is_cuda, group=tp if tp.size() > 1 else None, first=first)
+            hidden, weight[:self.vocabulary - first], None, row.targets, row.temperature, self.scale, self.softcap,
+            entropy="entropy" in row.want, compiled=hidden.is_cuda, group=tp if tp.size() > 1 else None, first=first)
         outputs = {"log_probs": log_probs, "entropy": entropy}
         return {name: x for name, x in outputs.items() if name in row.want and x is not None}
 

@@ -29,9 +29,10 @@ from rlrun.workers.protocol import Kind, Layout, Loss, RoleSpec
 from rlrun.workers.schedule import lr_factor
 from rlrun.workers.training import Terms, agreed_micro_batches, guarded_step
 from rlrun_megatron.checkpoint import load_initial
+from rlrun_megatron.families import bridged
 from rlrun_megatron.groups import arrange
 from rlrun_megatron.layers import Row
-from rlrun_megatron.model import Stage, init_value_head, made, transformer_config
+from rlrun_megatron.model import Head, Stage, init_value_head, made, transformer_config
 from rlrun_megatron.offload import Host, storages
 from rlrun_megatron.plugin import MegatronConfig
 from rlrun_megatron.weights import Stream, load
@@ -57,27 +58,42 @@ class MegatronWorker:
         self.hf = load_config(path)
         with self.on_device():
             arrange(self.config, spec.config.run.seed if self.config.seed is None else self.config.seed)
-            self.transformer = transformer_config(
-                self.hf, self.config, self.dtype, trains and spec.config.model.gradient_checkpointing,
-                spec.device.type == "cuda")
-            pieces = self.config.virtual_pipeline_model_parallel_size
-            stages = [Stage(self.hf, self.transformer, head, self.master, number)
-                      for number in (range(pieces) if pieces else [None])]
-            stored = self.dtype if trains else getattr(torch, spec.request.dtype)
-            if self.config.dist_checkpointing_path is not None and path == spec.config.model.path:
-                whole = load_initial(stages, self.hf, head, self.config.dist_checkpointing_path)
+            fused, recompute = spec.device.type == "cuda", trains and spec.config.model.gradient_checkpointing
+            self.row: type[Row] = Row
+            if bridged(self.hf):
+                self._bridge(path, head, recompute, fused)
             else:
-                whole = load(stages, self.hf, head, path, stored)
-            if not whole and stages[-1].post_process:
-                init_value_head(stages[-1], spec.config.run.seed)
-            self.stages = stages
-            self.stream = Stream(stages, self.hf, head, self.dtype, spec.device)
-            self.model: list[Any] = [stage.requires_grad_(trains) for stage in stages]
+                self.transformer = transformer_config(self.hf, self.config, self.dtype, recompute, fused)
+                self._build(path, head)
+            self.model: list[Any] = [stage.requires_grad_(trains) for stage in self.stages]
             self.optimizer = self._make_optimizer() if trains else None
             self.init_state()
         self.updates = 0
         """Optimizer steps taken in this stage: what the learning-rate schedule counts."""
         self.host = {"model": Host(), "gradients": Host(), "optimizer": Host()}
+
+    def _build(self, path: str, head: Head) -> None:
+        """Our own model, with its initial weights."""
+        spec, pieces = self.spec, self.config.virtual_pipeline_model_parallel_size
+        self.stages = [Stage(self.hf, self.transformer, head, self.master, number)
+                       for number in (range(pieces) if pieces else [None])]
+        if self.config.dist_checkpointing_path is not None and path == spec.config.model.path:
+            whole = load_initial(self.stages, self.hf, head, self.config.dist_checkpointing_path)
+        else:
+            stored = self.dtype if spec.request.trainable else getattr(torch, spec.request.dtype)
+            whole = load(self.stages, self.hf, head, path, stored)
+        if not whole and self.stages[-1].post_process:
+            init_value_head(self.stages[-1], spec.config.run.seed)
+        self.stream: Callable[[], Iterator[tuple[str, Tensor]]] = Stream(self.stages, self.hf, head, self.dtype, spec.device)
+
+    def _bridge(self, path: str, head: Head, recompute: bool, fused: bool) -> None:
+        """A model of Megatron-Bridge's, with its initial weights."""
+        from rlrun_megatron.bridge import Bridged, EngineRow
+
+        if self.config.use_dist_checkpointing:
+            raise ValueError(f"megatron.use_dist_checkpointing is not supported for {self.hf.model_type} models")
+        found = Bridged(path, self.hf, head, self.config, self.dtype, recompute, fused)
+        self.row, self.transformer, self.stages, self.stream = EngineRow, found.transformer, found.stages, found.weights
 
     def on_device(self) -> AbstractContextManager[None]:
         """Where calls of Megatron find what they ask of a GPU."""
@@ -208,7 +224,7 @@ class MegatronWorker:
         columns = (torch.nn.functional.pad(x, (0, padding)) for x in (ids, positions, ids.roll(-1), mask.roll(-1)))
         local, positions, targets, predicted = (x.chunk(cp)[rank] for x in columns)
         chosen, there = predicted.nonzero()[:, 0], to_device(positions, device)
-        return Row(to_device(local, device), there, to_device(chosen, device), to_device(targets[chosen], device),
+        return self.row(to_device(local, device), there, to_device(chosen, device), to_device(targets[chosen], device),
                    *self.stages[0].angles(there), Packed.of(cu_seqlens, device, multiple), len(ids), want, temperature)
 
     def _micro_batches(self, batch: Batch, atom: Atom) -> list[list[int]]:
