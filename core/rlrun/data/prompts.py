@@ -15,7 +15,8 @@ from rlrun.data.sample import Messages, Row, Sample
 from rlrun.plugins import Plugins
 
 CHUNK = 1000  # rows rendered and tokenized together
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass
