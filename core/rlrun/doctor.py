@@ -35,16 +35,15 @@ def examine(path: str | None, overrides: Sequence[str], add: Sequence[str]) -> i
         missing.append((str(error), error.hint or ""))
     for row in plugins.manifest():
         missing += unmet(row["dist"], chosen(config) if config else ()) if row["dist"] else ()
-    versions = [(name, " ".join(installed(name) or ("not installed",))) for name in SHOWN]
-    plugin_rows = discover(plugins, load=True)
-    provided = ["; ".join(f"{kind} {', '.join(names)}" for kind, names in row.get("provides", {}).items()) for row in plugin_rows]
-    tables = {
-        ("package", "version"): [("rlrun", f"{__version__}, Python {platform.python_version()}"), *versions],
+    tables: dict[tuple[str, ...], Sequence[Sequence[str]]] = {
+        ("package", "version"): [("rlrun", f"{__version__}, Python {platform.python_version()}"),
+                                 *((name, " ".join(installed(name) or ("not installed",))) for name in SHOWN)],
         (f"GPU (torch for CUDA {torch.version.cuda})", "memory"): [
             (device.name, f"{device.total_memory / 2**30:.0f} GiB") for device in devices] or [("none", "")],
         ("plugin", "state", "version", "provides"): [
-            (row["name"], row["state"], row["version"] or row.get("path"), row.get("problem") or provides)
-            for row, provides in zip(plugin_rows, provided)],
+            (row["name"], row["state"], row["version"] or row.get("path") or "", row.get("problem") or "; ".join(
+                f"{kind} {', '.join(names)}" for kind, names in row.get("provides", {}).items()))
+            for row in discover(plugins, load=True)],
         ("missing", "fix"): missing or [("nothing", "")]}
     for titles, rows in tables.items():
         table = Table(*titles)

@@ -36,6 +36,7 @@ reward: {kind: function}
 stages: [{steps: 10}]
 """
 
+RL_RUN = "sys.argv[0] = 'rl-run'"
 HEAVY = ("torch", "ray", "transformers", "vllm", "datasets", "pyarrow", "tensorboard")
 
 
@@ -93,6 +94,7 @@ def test_quick_answers(process, args, limit):
 @pytest.mark.parametrize("args, code", [
     (["--version"], 0), (["--help"], 0), (["plugins", "-p", "toy", "--json"], 0), (["run", "--help"], 0),
     (["run.yaml", "-p", "toy", "--print-config"], 0), (["nosuch.yaml"], 2), (["run.yaml", "-p", "toy", "trainer=5"], 2),
+    (["report", "nosuch"], 2), (["new-plugin", "toy-two", "--kind", "tracker"], 0),
 ])
 def test_nothing_heavy_is_imported(process, args, code):
     """Case 111: no torch, ray or transformers for answers that need none."""
@@ -124,6 +126,15 @@ def test_version_and_help(rl_run):
     done = rl_run("run", "--help")
     assert "--no-plugin" in done.stdout
     assert done.stderr == ""
+    for command in ("report", "doctor", "new-plugin"):
+        assert f"Example: rl-run {command}" in " ".join(rl_run(command, "--help").stdout.split())
+
+
+def test_shell_completion(process):
+    """What the shell is told to ask is answered, from the first letters of a sub-command."""
+    assert "_RL_RUN_COMPLETE" in process("--show-completion", "bash", before=RL_RUN).stdout
+    asked = {"COMP_WORDS": "rl-run do", "COMP_CWORD": "1", "_RL_RUN_COMPLETE": "complete_bash"}
+    assert process(before=f"{RL_RUN}; import os; os.environ |= {asked}").stdout.split() == ["doctor"]
 
 
 @pytest.mark.parametrize("args, code, message", [
@@ -144,6 +155,8 @@ def test_version_and_help(rl_run):
     (["plugins", "-p", "nosuch"], 3, "plugin 'nosuch' is not installed"),
     (["plugins", "extra"], 2, "unexpected extra argument"),
     (["export", "nosuch", "out"], 2, "there is no checkpoint 'nosuch'"),
+    (["report", "nosuch"], 2, "nosuch holds no run"), (["docto"], 2, "did you mean rl-run doctor?"),
+    (["new-plugin", "x", "--kind", "nosuch"], 2, "the kinds are algorithm, backend"),
 ])
 def test_expected_errors(rl_run, args, code, message):
     """Case 111: a short message on stderr, the right code, no traceback, nothing on stdout."""

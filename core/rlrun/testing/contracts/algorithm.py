@@ -23,7 +23,7 @@ from rlrun.workers.protocol import RoleRequest, Term
 TOLERANCE = 1e-9
 KINDS = {"tokens", "sequences", "groups", "gap", "constant", "max"}
 ORDER = [5, 2, 0, 3, 7, 1, 6, 4]
-PARTS = ([0, 3, 6, 7], [2, 5], [1, 4], [])
+PARTS: tuple[list[int], ...] = ([0, 3, 6, 7], [2, 5], [1, 4], [])
 """Micro-batches: whole groups, and nothing, which is what a rank has that others wait for."""
 
 

@@ -61,8 +61,9 @@ class PluginContract(Contract):
         for kind, names in info.provides.items():
             for name in names:
                 plugins.resolve(kind, name)
-        for field in fields(info.config) if info.config else ():
-            described = field.metadata.get("help") or is_dataclass(getattr(info.config(), field.name))
+        defaults: Any = info.config() if info.config else None
+        for field in fields(defaults) if defaults else ():
+            described = field.metadata.get("help") or is_dataclass(getattr(defaults, field.name))
             assert described, f"{info.name}.{field.name} has no description: make it with rlrun.config.schema.opt"
 
 
