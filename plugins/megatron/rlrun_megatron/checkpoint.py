@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from rlrun.workers import saving
 from rlrun.workers.saving import extra_state, load_extra, together, writers
 from rlrun_megatron.model import Head, Stage
+from rlrun_megatron.optimizer import init_state
 from rlrun_megatron.weights import place_of
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ def _common(common: dict[str, Any], directory: Path) -> None:
 
 def _load_optimizer(worker: MegatronWorker, state: dict[str, Any]) -> None:
     assert worker.optimizer is not None
-    own = {_kind(group): {k: v for k, v in group.items() if k not in ("params", "step")} for group in worker.optimizer.param_groups}
+    own = {_kind(group): {k: v for k, v in group.items() if k not in ("params", "step")}
+           for group in worker.optimizer.param_groups}
     for part in [state] if "param_groups" in state or "optimizer" in state else state.values():
         inner = part.get("optimizer", part)
         for group in inner["param_groups"]:  # the configuration's rates, by which mcore 0.19 also tells groups apart
@@ -157,7 +159,7 @@ def _load_optimizer(worker: MegatronWorker, state: dict[str, Any]) -> None:
         if "state" in inner:  # steps are not saved where there were none
             inner["state"].setdefault("common_step", torch.zeros((), dtype=torch.float32))
     worker.optimizer.load_state_dict(state)
-    worker.init_state()
+    init_state(worker.optimizer)
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -8,13 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -32,14 +28,11 @@ from rlrun_megatron.checkpoint import load_initial
 from rlrun_megatron.families import bridged
 from rlrun_megatron.groups import arrange
 from rlrun_megatron.layers import Row
-from rlrun_megatron.model import Head, Stage, init_value_head, made, transformer_config
+from rlrun_megatron.model import Head, Stage, init_value_head, transformer_config
 from rlrun_megatron.offload import Host, storages
+from rlrun_megatron.optimizer import buffers, grad_square, grads, make_optimizer, tensors, wrap
 from rlrun_megatron.plugin import MegatronConfig
 from rlrun_megatron.weights import Stream, load
-
-# torch's AdamW also where TransformerEngine or apex bring one of their own: state and checkpoints are the same everywhere.
-megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
-distrib_optimizer.HAVE_APEX_OR_TE = False
 
 
 class MegatronWorker:
@@ -67,7 +60,6 @@ class MegatronWorker:
                 self._build(path, head)
             self.model: list[Any] = [stage.requires_grad_(trains) for stage in self.stages]
             self.optimizer = self._make_optimizer() if trains else None
-            self.init_state()
         self.updates = 0
         """Optimizer steps taken in this stage: what the learning-rate schedule counts."""
         self.host = {"model": Host(), "gradients": Host(), "optimizer": Host()}
@@ -106,47 +98,9 @@ class MegatronWorker:
     def _make_optimizer(self) -> ChainedOptimizer:
         """Wrap the model for data parallelism, and make what updates it."""
         self.optim = self.spec.request.optim or self.spec.config.actor.optim
-        adam = self.optim.name == "adamw"
-        distributed = self.config.use_distributed_optimizer and adam  # SGD has no state that could be cut
-        ddp = made(DistributedDataParallelConfig, {
-            "grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed,
-            "overlap_param_gather": False}, self.config.override_ddp_config,
-            "megatron.override_ddp_config")
-        self.model = [DistributedDataParallel(self.transformer, ddp, stage, disable_bucketing=number > 0)
-                      for number, stage in enumerate(self.stages)]
-        for buffer in (b for chunk in self.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
-            # Megatron's checkpoints put buckets together without what fills them up, but look for parameters where they stand
-            # with it: wrong wherever something is filled up.
-            buffer.numel_unpadded = buffer.numel
-            for bucket in buffer.buckets:
-                bucket.numel_unpadded = bucket.grad_data.numel()
-        self.transformer.no_sync_func = [chunk.no_sync for chunk in self.model] if len(self.model) > 1 else self.model[0].no_sync
-        self.transformer.finalize_model_grads_func = _finalize
-        config = OptimizerConfig(
-            optimizer="adam" if adam else "sgd", lr=self.optim.lr, weight_decay=self.optim.weight_decay if adam else 0.0,
-            adam_beta1=self.optim.betas[0], adam_beta2=self.optim.betas[1], adam_eps=self.optim.eps, sgd_momentum=0.0,
-            bf16=self.dtype == torch.bfloat16, params_dtype=self.dtype, use_distributed_optimizer=distributed, clip_grad=0.0)
-        # No overrides: like under other backends, weight decay is for all parameters.
-        optimizer = get_megatron_optimizer(config, self.model, config_overrides={}, use_gloo_process_groups=False)
-        assert isinstance(optimizer, ChainedOptimizer)
-        for part in optimizer.chained_optimizers:
-            if isinstance(part, DistributedOptimizer):
-                _load_with_step(part)
-            for group in part.param_groups if self.spec.device.type == "cuda" and adam else ():
-                group["fused"], group["foreach"] = True, False  # one pass over state and parameters, and no memory
-        return optimizer
-
-    def init_state(self) -> None:
-        """Give the optimizer the state that it lacks, so that saving before the first step neither fails nor steps."""
-        if self.optimizer is None or self.optim.name != "adamw":
-            return
-        for part in self.optimizer.chained_optimizers:
-            for p in part.get_parameters():
-                state, place = part.optimizer.state[p], p.device if p.is_cuda else "cpu"
-                # Loading gives all parameters one tensor of steps, which each of them would count up.
-                state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).to(place, copy=True)
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state.setdefault(name, torch.zeros_like(p))
+        distributed = self.config.use_distributed_optimizer and self.optim.name == "adamw"  # SGD has no state that could be cut
+        self.model = wrap(self.stages, self.transformer, distributed, self.config.override_ddp_config)
+        return make_optimizer(self.model, self.optim, self.dtype, distributed, self.spec.device.type == "cuda")
 
     def forward(self, batch: Batch, want: AbstractSet[str], temperature: float) -> dict[str, Tensor]:
         """See `Worker.forward`. Columns are on the CPU."""
@@ -235,33 +189,15 @@ class MegatronWorker:
 
     @torch.no_grad()
     def _step(self) -> dict[str, Value]:
-        assert self.optimizer is not None
+        optimizer = self.optimizer
+        assert optimizer is not None
         lr = self.optim.lr * lr_factor(self.updates, self.optim, self.spec.total_updates)
         with self.on_device():
-            self.optimizer.prepare_grads()
-            metrics = guarded_step(self.optimizer, self.optimizer.step_with_ready_grads, self._grads, self._grad_square(), lr,
-                                   self.optim.clip_grad)
+            optimizer.prepare_grads()
+            metrics = guarded_step(optimizer, optimizer.step_with_ready_grads, lambda: grads(optimizer),
+                                   grad_square(optimizer, self.spec.device), lr, self.optim.clip_grad)
         self.updates += not metrics["skipped"].total
         return metrics
-
-    def _grads(self) -> list[Tensor]:
-        assert self.optimizer is not None
-        return [p.grad for part in self.optimizer.chained_optimizers for p in part.get_parameters() if p.grad is not None]
-
-    def _grad_square(self) -> float:
-        """Squared norm of the full gradient, each parameter counted once."""
-        assert self.optimizer is not None
-        total, first = 0.0, parallel_state.get_tensor_model_parallel_rank() == 0
-        for part in self.optimizer.chained_optimizers:
-            # Tied weights of two stages are one parameter, and so is what tensor-parallel ranks hold alike.
-            grads = [p.grad for p in part.get_parameters() if p.grad is not None and not getattr(p, "shared", False)
-                     and (first or getattr(p, "tensor_model_parallel", False))]
-            square = torch.zeros((), dtype=torch.float64, device=self.spec.device)
-            if grads:
-                square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
-            dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
-            total += float(square)
-        return total
 
     def _reduced(self, terms: Terms) -> dict[str, Value]:
         everyones: list[dict[tuple[str, Kind], float] | None] = [terms.numbers()] * self.layout.ranks
@@ -287,43 +223,16 @@ class MegatronWorker:
     def offload(self, model: bool = True, optimizer: bool = True) -> None:
         """See `Worker.offload`; what the configuration leaves on the device stays there."""
         config, parameters = self.config, [p for stage in self.stages for p in stage.parameters()]
-        own = storages(parameters)
-        if optimizer and config.optimizer_offload:
-            self.host["optimizer"].take(x for x in self._optimizer_tensors() if x.untyped_storage()._cdata not in own)
-        if optimizer and config.grad_offload:  # an update begins with zeros
-            self.host["gradients"].take((buffer.grad_data for buffer in self._buffers()), keep=False)
+        if optimizer and self.optimizer is not None:
+            if config.optimizer_offload:  # without float32 copies, it updates the model's own parameters
+                own = storages(parameters)
+                self.host["optimizer"].take(x for x in tensors(self.optimizer) if x.untyped_storage()._cdata not in own)
+            if config.grad_offload:  # an update begins with zeros
+                self.host["gradients"].take((buffer.grad_data for buffer in buffers(self.model)), keep=False)
         if model and config.param_offload:
             self.host["model"].take(parameters)
         if config.param_offload or config.grad_offload or config.optimizer_offload:
             empty_cache(self.spec.device)
-
-    def _buffers(self) -> Iterator[Any]:
-        """Megatron's buffers of gradients, and of parameters where the optimizer is distributed."""
-        if self.optimizer is not None:
-            for chunk in self.model:
-                yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
-
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Parameters as the optimizer has them, and its state."""
-        for part in self.optimizer.chained_optimizers if self.optimizer is not None else ():
-            for p in part.get_parameters():
-                yield from (p, *part.optimizer.state[p].values())
-
-
-def _load_with_step(optimizer: DistributedOptimizer) -> None:
-    """Let a loaded state lack the number of steps, which Megatron restores before it, but looks for in it again where the
-    optimizer is torch's AdamW."""
-    fill, held = optimizer._set_main_param_and_optimizer_states, optimizer._get_main_param_and_optimizer_states
-
-    def complete(parameter: Tensor, tensors: dict[str, Tensor]) -> None:
-        fill(parameter, {"step": held(parameter)["step"], **tensors})
-
-    optimizer._set_main_param_and_optimizer_states = complete
-
-
-def _finalize(model: list[Any], num_tokens: Tensor | None, **options: Any) -> None:
-    """Add gradients over ranks. Losses are parts of the global one already, so nothing is divided by a number of tokens."""
-    finalize_model_grads(model, None, **options)
 
 
 def _keep_outputs(micro: Batch, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -26,6 +26,8 @@ def test_offload(models, ranks2, tools, flags, dtype, distributed):
         return sum(storage.nbytes() for storage in storages(tensors).values())
 
     def run(flags):
+        from rlrun_megatron.optimizer import buffers, tensors
+
         config = tools.make_config(models["qwen2 tied"], use_distributed_optimizer=distributed, **flags)
         config.model.dtype, config.actor.optim.name, config.actor.optim.lr = dtype, "adamw", 0.01
         worker = tools.make_worker(config)
@@ -36,8 +38,8 @@ def test_offload(models, ranks2, tools, flags, dtype, distributed):
             worker.offload()
             own = [p for stage in worker.stages for p in stage.parameters()]
             ids = {p.untyped_storage()._cdata for p in own}
-            theirs = [x for x in worker._optimizer_tensors() if x.untyped_storage()._cdata not in ids]
-            sizes.append([held(own), held(b.grad_data for b in worker._buffers()), held(theirs)])
+            theirs = [x for x in tensors(worker.optimizer) if x.untyped_storage()._cdata not in ids]
+            sizes.append([held(own), held(b.grad_data for b in buffers(worker.model)), held(theirs)])
             worker.onload(model=True, optimizer=False)
             columns = worker.forward(batch, {"log_probs"}, 0.7)
             worker.onload()
