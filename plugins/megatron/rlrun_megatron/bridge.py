@@ -44,7 +44,7 @@ class Bridged:
 
     def __init__(self, path: str, hf: PretrainedConfig, head: Head, config: MegatronConfig, dtype: torch.dtype, recompute: bool,
                  fused: bool) -> None:
-        from megatron.bridge import AutoBridge  # type: ignore[import-not-found]
+        from megatron.bridge import AutoBridge
 
         check_sizes(hf, config)
         if head != "lm":
@@ -69,7 +69,7 @@ class Bridged:
         stage.__class__ = type("BridgedStage", (type(stage),), own)
         stage.head, stage.vocabulary = "lm", hf.vocab_size
         stage.scale, stage.softcap = logit_transform(hf)
-        return stage  # type: ignore[no-any-return]
+        return stage
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face's names, on every rank; collective."""

@@ -42,4 +42,4 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
