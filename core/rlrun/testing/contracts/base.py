@@ -69,7 +69,7 @@ class PluginContract(Contract):
 
 def configure(config: Config, plugins: Plugins, *sections: Mapping[str, Mapping[str, Any]]) -> Config:
     """Give a configuration the sections of its plugins, and fields of sections other values. Nested sections take a mapping."""
-    config.plugins = [name for name in plugins.names if name != "builtin"]
+    config.plugins = [item for item, _ in plugins.recipe]
     for info in plugins.infos:
         if info.config and not hasattr(config, info.name):
             setattr(config, info.name, info.config())
