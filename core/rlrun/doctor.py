@@ -13,7 +13,7 @@ from rich.table import Table
 from rlrun import __version__
 from rlrun.config.load import load_config
 from rlrun.config.schema import Config
-from rlrun.errors import ExitCode, PluginError, RunError
+from rlrun.errors import ExitCode, PluginError
 from rlrun.plugins import Plugins, discover
 
 SHOWN = ("torch", "transformers", "ray", "vllm", "flash-attn", "megatron-core", "peft", "reasoning-gym", "math-verify",
@@ -25,17 +25,18 @@ def examine(path: str | None, overrides: Sequence[str], add: Sequence[str]) -> i
     import torch
 
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    config, plugins, missing = None, Plugins.load([]), list[tuple[str, str]]()
+    plugins, extras, missing = Plugins.load([]), set[str](), list[tuple[str, str]]()
     try:
         if path is not None:
             config, plugins = load_config(path, overrides, add)
-            missing += lacking(config, plugins, len(devices))
+            missing += lacking(config, len(devices))
+            extras = {config.rollout.engine, config.actor.backend, *config.trainer.trackers}  # which hold what these need
         else:
             plugins = Plugins.load(add)
     except PluginError as error:
         missing.append((str(error), error.hint or ""))
     for row in plugins.manifest():
-        missing += unmet(row["dist"], chosen(config) if config else ()) if row["dist"] else ()
+        missing += unmet(row["dist"], extras) if row["dist"] else ()
     tables: dict[tuple[str, ...], Sequence[Sequence[str]]] = {
         ("package", "version"): [("rlrun", f"{__version__}, Python {platform.python_version()}"),
                                  *((name, " ".join(installed(name) or ("not installed",))) for name in SHOWN)],
@@ -54,7 +55,7 @@ def examine(path: str | None, overrides: Sequence[str], add: Sequence[str]) -> i
     return ExitCode.RESOURCES if missing else ExitCode.OK
 
 
-def lacking(config: Config, plugins: Plugins, gpus: int) -> list[tuple[str, str]]:
+def lacking(config: Config, gpus: int) -> list[tuple[str, str]]:
     """What a configuration asks of the machine, and is not there: (what, fix). Nothing heavy is loaded."""
     r, missing = config.resources, []
     ranks = r.train_ranks + r.rollout_ranks
@@ -66,17 +67,7 @@ def lacking(config: Config, plugins: Plugins, gpus: int) -> list[tuple[str, str]
         missing.append(("resources.device is cuda, but torch sees no GPU", "resources.device=cpu, or a torch built for CUDA"))
     elif r.device != "cpu" and ranks > gpus > 0 and r.ray_address is None:
         missing.append((f"{ranks} ranks need as many GPUs, and there are {gpus}", "fewer ranks, or more machines"))
-    if not missing:
-        try:
-            plugins.layout(config)
-        except (RunError, ValueError) as error:
-            missing.append((str(error), getattr(error, "hint", None) or ""))
     return missing
-
-
-def chosen(config: Config) -> list[str]:
-    """Names that a configuration chooses; a distribution's extra of such a name holds what that needs."""
-    return [config.rollout.engine, config.actor.backend, *config.trainer.trackers, *(s.algorithm.name for s in config.stages)]
 
 
 def unmet(distribution: str, extras: Iterable[str]) -> list[tuple[str, str]]:
