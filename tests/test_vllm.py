@@ -85,7 +85,8 @@ def collected(parts):
 def trained(request, tmp_path_factory):
     kind, tied, backend, section = MODELS[request.param]
     directory = tmp_path_factory.mktemp("vllm")
-    model = runs.write_model(directory / "model", kind, tie_word_embeddings=tied, num_key_value_heads=2, **SIZES)
+    model = runs.write_model(directory / "model", kind, tie_word_embeddings=tied, **SIZES,
+                             num_key_value_heads=section.get("tensor_model_parallel_size", 1))
     path = runs.write_run(directory, model, rollout={"engine": "vllm", "max_new_tokens": 8}, plugins=[backend],
                           actor={"backend": backend, "optim": {"lr": 0.05}}, resources={"launcher": "auto"}, **{backend: section})
     pool = RankPool(2)
