@@ -162,13 +162,13 @@ class RolloutCollector(Collector):
 
     def records(self, batch: Batch) -> list[dict[str, Any]]:
         """Those in `batch` have `advantages` of their tokens in the loss, and these tokens' `texts`."""
-        mask, advantages = batch.tokens["loss_mask"], batch.tokens["advantages"]
-        learned, ends = {}, batch.cu_seqlens.tolist()
-        for row, group in enumerate(batch.sequences["group"].tolist()):
+        tokens, mask, learned, ends = batch.tokens, batch.tokens["loss_mask"], {}, batch.cu_seqlens.tolist()
+        groups = batch.sequences["group"].tolist() if "advantages" in tokens else ()  # which an algorithm may do without
+        for row, group in enumerate(groups):
             part = slice(ends[row], ends[row + 1])
-            ids = batch.tokens["ids"][part]
+            ids = tokens["ids"][part]
             learned[group, tuple(ids.tolist())] = {
-                "advantages": advantages[part][mask[part]].tolist(),
+                "advantages": tokens["advantages"][part][mask[part]].tolist(),
                 "texts": self.generator.tokenizer.batch_decode(ids[mask[part]][:, None])}
         return [record | learned.get((e.group, e.stream), {}) for rollouts in self.last.rollouts
                 for e, record in zip(rollouts.episodes, rollouts.records(), strict=True)]
