@@ -29,6 +29,8 @@ for name in [*PRESETS, "sft", "dpo"]:
 
 
 class TestHf(RolloutContract):
+    """Cases 23, 25, 28, 29, 30, 35, 36."""
+
     plugins = []
     engine = "hf"
 

@@ -13,6 +13,8 @@ class TestPlugin(PluginContract):
 
 
 class TestFsdp(BackendContract):
+    """Cases 44, 51, 52, 63, 64, 66, 82, 89, 98, 101."""
+
     plugins = ["fsdp"]
     backend = "fsdp"
     layouts = {

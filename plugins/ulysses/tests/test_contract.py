@@ -11,6 +11,8 @@ class TestPlugin(PluginContract):
 
 
 class TestUlysses(AttentionContract):
+    """Cases 55, 56, 57, 62: gradients, uneven micro-batches, labels at the cut, loss tokens on one rank alone or nowhere."""
+
     plugins = ["fsdp", "ulysses"]
     backend = "fsdp"
     spread = {"ulysses": {"size": 2}}
