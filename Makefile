@@ -9,7 +9,7 @@ DEMO_MODEL := build/demo-model
 # Ranks are processes of their own, so each takes one thread.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-slow lint bench
+.PHONY: setup demo test test-slow lint docs bench
 
 setup: $(READY)
 
@@ -44,6 +44,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
 	set -e; for script in $(wildcard benchmarks/*.py); do $(BIN)/python $$script; done

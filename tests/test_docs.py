@@ -1,0 +1,174 @@
+"""The site: references are whole, and what pages name is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from rlrun.config.load import load_config, schema
+from rlrun.config.schema import Config
+from rlrun.config.values import compose, kind_at, typed
+from rlrun.errors import ConfigError
+from rlrun.plugins import Plugins
+from rlrun.testing.recording import leaf_keys
+
+ROOT = Path(__file__).parents[1]
+reference = SourceFileLoader("docs_reference", str(ROOT / "docs" / "reference.py")).load_module()
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md"), ROOT / "README.md"])
+WRITTEN = [page for page in PAGES if page.parent.name not in ("decisions", "docs") or page.name in (
+    "quickstart.md", "index.md", "authoring.md")]
+"""Pages whose every key is checked."""
+
+
+@cache
+def everything() -> type[Config]:
+    """The schema with the sections of all shipped plugins."""
+    return schema(Plugins.load(reference.SHIPPED))
+
+
+def test_every_key_is_in_the_reference():
+    text = reference.keys()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| .* \| ([^|]+) \|$", text, re.MULTILINE))
+    assert {key.replace(".N", "") for key in rows} == leaf_keys(everything())
+    assert not [key for key, meaning in rows.items() if not meaning.strip(" ;")]
+
+
+def test_defaults_in_the_reference():
+    """They are those of a configuration that says nothing, also where a section has defaults of its own."""
+    text, made = reference.keys(), OmegaConf.structured(everything())
+    defaults = dict(re.findall(r"^\| `([\w.]+)` \| [^|]* (?:\\\|[^|]*)?\| (.+?) \| ", text, re.MULTILINE))
+    for key in ("prime.optim.clip_grad", "prime.optim.weight_decay", "actor.optim.clip_grad", "rollout.samples_per_prompt",
+                "fsdp.lora.target_modules", "checkpoint.keep", "resources.device", "model.gradient_checkpointing", "ref.path"):
+        value = yaml.safe_load(defaults[key].strip("`"))
+        assert value == OmegaConf.select(made, key), key
+    assert defaults["model.path"] == "must be given"
+
+
+def test_every_hook_is_in_the_reference_used_and_tested():
+    """Each has documentation, a plugin in this repository beside core's own that has it, and a test that speaks of it."""
+    text = reference.hooks()
+    plugins = Plugins.load(reference.SHIPPED)
+    tests = [path.read_text() for pattern in ("tests/*.py", "core/tests/**/*.py", "plugins/*/tests/*.py")
+             for path in ROOT.glob(pattern) if path != Path(__file__)]
+    hooks = reference.hook_functions()
+    assert len(hooks) >= 6
+    for name, hook in hooks.items():
+        assert len(hook.__doc__ or "") > 40, name
+        section = re.search(rf"^## {name}\n(.*?)^##? ", text, re.MULTILINE | re.DOTALL)
+        assert section, name
+        assert f"def {name}(" in section[1]
+        assert hook.__doc__.split("\n")[0] in section[1]
+        having = [plugin for plugin in reference.SHIPPED if name in plugins.hooks(plugin)]
+        assert having, f"no plugin here has {name}"
+        assert all(f"plugins/{plugin}.md" in section[1] for plugin in having)
+        assert any(re.search(rf"\b{name}\b", test) for test in tests), f"no test speaks of {name}"
+
+
+def missing(key: str) -> str | None:
+    """What is wrong with a key, as pages write it: N is an item of a list, algorithm.x a key of a stage's algorithm."""
+    key = re.sub(r"^algorithm\.", "stages.0.algorithm.", key.replace(".N", ".0"))
+    try:
+        kind_at(everything(), key)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("page", ["verl", "trl"])
+def test_migration(page):
+    """Every key in the second column of the tables exists; each row has one, or says that there is nothing."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|", (ROOT / "docs" / "migration" / f"{page}.md").read_text(), re.MULTILINE)
+    rows = [(theirs, ours) for theirs, ours in rows if not theirs.startswith(("verl", "TRL"))]
+    assert len(rows) > 40
+    for theirs, ours in rows:
+        keys = re.findall(r"`([^`]+)`", ours)
+        assert keys or ours.strip() == "-", (theirs, ours)
+        assert not [problem for key in keys if (problem := missing(key))], theirs
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_keys_of_pages(page):
+    """`section.key` in a text and `section.key=value` in a command name keys that exist."""
+    sections = {*leaf_section(), "algorithm"}
+    text = page.read_text()
+    if page.parent.name == "migration":  # the first column has other people's keys
+        text = re.sub(r"^\| .+? \|", "|", text, flags=re.MULTILINE)
+    named = re.findall(r"`([a-z_]+(?:\.\w+)+)(?:[:= ][^`]*)?`", text)
+    named += re.findall(r"(?<=\s)([a-z_]+(?:\.\w+)+)=", "\n".join(commands(text)))
+    files = (".py", ".md", ".yaml", ".json", ".jsonl", ".html", ".db", ".svg")
+    keys = [name for name in named if name.split(".")[0] in sections and not name.endswith(files)]
+    own = {"rank"}  # the tutorial's plugins
+    assert not [problem for key in keys if key.split(".")[0] not in own and (problem := missing(key))]
+
+
+def leaf_section() -> set[str]:
+    return {key.split(".")[0] for key in leaf_keys(everything())}
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_yaml_of_pages(page, tmp_path):
+    """Every block of YAML is a part of a configuration that the schema takes; whole ones are what a run begins with."""
+    for block in blocks(page.read_text(), "yaml"):
+        problems: list[str] = []
+        typed(compose(block, page.name), everything(), "", problems)
+        assert not problems, f"{problems} in\n{block}"
+        if {"plugins", "run", "model", "data", "stages"} <= yaml.safe_load(block).keys():
+            (tmp_path / "config.yaml").write_text(block)
+            load_config(tmp_path / "config.yaml")
+
+
+def commands(text: str) -> list[str]:
+    return [line for block in blocks(text, "bash", "") for line in block.splitlines()]
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    """What stands between ``` and ```."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for language, block in found if language in languages]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_of_pages(page):
+    """`rl-run` in a block has sub-commands and options that exist; files of examples/ and targets of make are there."""
+    import typer.main
+
+    from rlrun.cli import COMMANDS, app
+
+    made = typer.main.get_command(app)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in commands(page.read_text()):
+        words = shlex.split(line, comments=True)
+        for path in (word for word in words if word.startswith("examples/")):
+            assert (ROOT / path.split(",")[0]).exists(), line
+        if words[:1] == ["make"]:
+            assert words[1] in targets, line
+        at = next((i for i, word in enumerate(words) if word.endswith("rl-run")), None)
+        if at is not None:
+            name = words[at + 1] if words[at + 1] in COMMANDS else "run"
+            options = {option for parameter in made.commands[name].params for option in parameter.opts}
+            assert {word for word in words[at + 1:] if word.startswith("-")} <= options, line
+
+
+def test_links_of_readmes():
+    """A link that is right in the repository leads to the site's page; what is not on the site is named."""
+    def relinked(text):
+        return reference.relinked(text, "plugins/fsdp/README.md", "plugins/fsdp.md")
+
+    assert relinked("a [b](../../core/README.md) c") == "a [b](../index.md) c"
+    assert relinked("![x](../../docs/plots/prime.svg)") == "![x](../plots/prime.svg)"
+    assert relinked("[u](../ulysses/README.md#heads)") == "[u](ulysses.md#heads)"
+    assert relinked("[x](../../examples/third_party_plugin)") == "`examples/third_party_plugin`"
+    assert relinked("[x](https://example.org/a.md)") == "[x](https://example.org/a.md)"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    there = {p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md") if p.parent.name != "decisions"}
+    assert listed == there | {"reference/keys.md", "reference/hooks.md"} | set(reference.README_PAGES.values())
