@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -49,6 +51,67 @@ def hooks() -> str:
 def hook_functions() -> dict[str, Any]:
     """The functions of `Hooks`, by name."""
     return {name: hook for name, hook in vars(Hooks).items() if inspect.isfunction(hook) and not name.startswith("_")}
+
+
+INTERFACES = {
+    "Algorithm": ("algorithms/base.py Algorithm", "algorithms/policy_gradient.py PolicyAlgorithm"),
+    "Reward": ("rewards/protocol.py Reward", "rewards/protocol.py RewardItem"),
+    "Environment": ("environments/protocol.py Environment",),
+    "Source": ("data/sources.py Source", "data/sample.py Row"),
+    "Tracker": ("trackers/protocol.py Tracker",),
+    "Rollout": ("rollout/protocol.py Rollout", "rollout/protocol.py Request", "rollout/protocol.py SamplingParams",
+                "rollout/protocol.py Completion"),
+    "Backend": ("workers/protocol.py Backend", "workers/protocol.py Worker", "workers/protocol.py RoleSpec",
+                "workers/protocol.py RoleRequest", "workers/protocol.py Layout"),
+    "Sequence parallelism": ("workers/protocol.py SequenceParallel",),
+    "What flows": ("batch.py Batch", "workers/protocol.py Loss", "workers/protocol.py Term", "workers/protocol.py Kind",
+                   "metrics.py Value"),
+    "Functions of algorithms": ("algorithms/advantages.py", "algorithms/losses.py"),
+}
+"""What plugins implement or use: files of core, and a class, or all that is public there."""
+
+
+def interfaces() -> str:
+    """The page of what plugins implement: classes without the bodies of their methods, as core's files have them."""
+    parts = ["# Interfaces", "Made from core's source, bodies left out. A class that a plugin names under `provides` has the "
+             "methods of its kind; it needs no base class, save an algorithm."]
+    for title, places in INTERFACES.items():
+        parts.append(f"## {title}")
+        for path, _, name in (place.partition(" ") for place in places):
+            source = (ROOT / "core" / "rlrun" / path).read_text(encoding="utf-8")
+            nodes = _outlines(source)
+            text = nodes[name] if name else "\n\n".join(text for one, text in nodes.items() if not one.startswith("_"))
+            parts += [f"`rlrun.{path[:-3].replace('/', '.')}`", f"```python\n{text}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _outlines(source: str) -> dict[str, str]:
+    """Classes, functions and documented names of a module."""
+    lines, body = source.splitlines(), ast.parse(source).body
+    found = {node.name: "\n".join(_outline(node, lines)) for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    for node, text in pairwise(body):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(text, ast.Expr):
+            found[node.targets[0].id] = "\n".join(lines[node.lineno - 1:text.end_lineno])
+    return found
+
+
+def _outline(node: ast.ClassDef | ast.FunctionDef, lines: list[str]) -> list[str]:
+    """A class with its attributes, and its methods as they are called; a function as it is called."""
+    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+    if isinstance(node, ast.FunctionDef):
+        documented = ast.get_docstring(node) is not None
+        last = node.body[0].end_lineno if documented else node.body[0].lineno - 1
+        return lines[first - 1:last] if documented or last >= node.lineno else lines[first - 1:node.end_lineno]
+    found, last = [], first - 1
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef) and child.name.startswith("_") and child.name not in ("__init__", "__call__"):
+            last = child.end_lineno or last
+            continue
+        begin = min([child.lineno, *(one.lineno for one in getattr(child, "decorator_list", ()))])
+        found += lines[last:begin - 1] + (
+            _outline(child, lines) if isinstance(child, ast.FunctionDef) else lines[begin - 1:child.end_lineno])
+        last = child.end_lineno or last
+    return found
 
 
 def keys() -> str:
@@ -130,7 +193,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Pages that are not in docs/."""
     from mkdocs.structure.files import File
 
-    made = {"reference/hooks.md": hooks(), "reference/keys.md": keys()}
+    made = {"reference/hooks.md": hooks(), "reference/interfaces.md": interfaces(), "reference/keys.md": keys()}
     for source, page in README_PAGES.items():
         made[page] = (ROOT / source).read_text(encoding="utf-8")
     for page, text in made.items():

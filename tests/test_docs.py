@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import shlex
 from functools import cache
@@ -17,14 +19,13 @@ from rlrun.config.schema import Config
 from rlrun.config.values import compose, kind_at, typed
 from rlrun.errors import ConfigError
 from rlrun.plugins import Plugins
+from rlrun.rewards.protocol import RewardItem
 from rlrun.testing.recording import leaf_keys
 
 ROOT = Path(__file__).parents[1]
 reference = SourceFileLoader("docs_reference", str(ROOT / "docs" / "reference.py")).load_module()
-PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md"), ROOT / "README.md"])
-WRITTEN = [page for page in PAGES if page.parent.name not in ("decisions", "docs") or page.name in (
-    "quickstart.md", "index.md", "authoring.md")]
-"""Pages whose every key is checked."""
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("plugins/*/README.md"), *(
+    page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "decisions")])
 
 
 @cache
@@ -71,6 +72,24 @@ def test_every_hook_is_in_the_reference_used_and_tested():
         assert any(re.search(rf"\b{name}\b", test) for test in tests), f"no test speaks of {name}"
 
 
+@pytest.mark.parametrize("kind", ["algorithms.base:Algorithm", "rewards.protocol:Reward", "environments.protocol:Environment",
+                                  "data.sources:Source", "trackers.protocol:Tracker", "rollout.protocol:Rollout",
+                                  "workers.protocol:Worker", "workers.protocol:Backend", "workers.protocol:SequenceParallel"])
+def test_interfaces(kind):
+    """What a plugin implements is on the page of interfaces: every method, with what its documentation begins with."""
+    module, _, name = kind.partition(":")
+    cls = getattr(importlib.import_module(f"rlrun.{module}"), name)
+    section = re.search(rf"^class {name}\b.*?^```$", reference.interfaces(), re.MULTILINE | re.DOTALL)[0]
+    methods = {k: getattr(v, "fget", None) or getattr(v, "__func__", v) for k, v in vars(cls).items()
+               if isinstance(v, property | staticmethod) or inspect.isfunction(v)}
+    public = {k: v for k, v in methods.items() if not k.startswith("_") or k == "__call__"}
+    assert public
+    for method, function in public.items():
+        assert f"    def {method}(" in section
+        assert (function.__doc__ or "").split("\n")[0] in section
+    assert "raise NotImplementedError" not in section
+
+
 def missing(key: str) -> str | None:
     """What is wrong with a key, as pages write it: N is an item of a list, algorithm.x a key of a stage's algorithm."""
     key = re.sub(r"^algorithm\.", "stages.0.algorithm.", key.replace(".N", ".0"))
@@ -93,7 +112,7 @@ def test_migration(page):
         assert not [problem for key in keys if (problem := missing(key))], theirs
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_keys_of_pages(page):
     """`section.key` in a text and `section.key=value` in a command name keys that exist."""
     sections = {*leaf_section(), "algorithm"}
@@ -112,7 +131,7 @@ def leaf_section() -> set[str]:
     return {key.split(".")[0] for key in leaf_keys(everything())}
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_yaml_of_pages(page, tmp_path):
     """Every block of YAML is a part of a configuration that the schema takes; whole ones are what a run begins with."""
     for block in blocks(page.read_text(), "yaml"):
@@ -134,7 +153,7 @@ def blocks(text: str, *languages: str) -> list[str]:
     return [block for language, block in found if language in languages]
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_of_pages(page):
     """`rl-run` in a block has sub-commands and options that exist; files of examples/ and targets of make are there."""
     import typer.main
@@ -156,6 +175,37 @@ def test_commands_of_pages(page):
             assert {word for word in words[at + 1:] if word.startswith("-")} <= options, line
 
 
+def guide(name: str) -> dict:
+    """What the guide's first block of Python defines."""
+    names: dict = {}
+    exec(blocks((ROOT / "docs" / "guides" / f"{name}.md").read_text(), "python")[0], names)
+    return names
+
+
+def test_reward_of_the_guide():
+    near = guide("reward")["near"]
+    item = RewardItem("", "one two three", None, "test")
+    assert [near(item, target=n) for n in (3, 4, 2, 6)] == [1, 1 / 2, 1 / 2, 1 / 4]
+
+
+def test_environment_of_the_guide():
+    """Told more or less until it says the number, five times at the most."""
+    made = guide("environment")
+    assert made["plugin_info"]().provides == {"environment": {"guess": "guess:Guess"}}
+    game = made["Guess"]()
+
+    def play(*said):
+        state, seen = game.reset(RewardItem("", "", "7", "test")), []
+        for text in said:
+            messages, reward, end = game.step(state, [{"role": "assistant", "content": text}])
+            seen.append(messages[0]["content"] if messages else (reward, end))
+        return seen
+
+    assert play("3", "9", " 7 ") == ["more", "less", (1.0, True)]
+    assert play("a") == [(0.0, True)]
+    assert play(*"12345") == ["more"] * 4 + [(0.0, True)]
+
+
 def test_links_of_readmes():
     """A link that is right in the repository leads to the site's page; what is not on the site is named."""
     def relinked(text):
@@ -171,4 +221,5 @@ def test_links_of_readmes():
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     there = {p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md") if p.parent.name != "decisions"}
-    assert listed == there | {"reference/keys.md", "reference/hooks.md"} | set(reference.README_PAGES.values())
+    made = {"reference/keys.md", "reference/hooks.md", "reference/interfaces.md", *reference.README_PAGES.values()}
+    assert listed == there | made
