@@ -202,10 +202,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as they are right in the repository become the site's; what is not on the site becomes its path."""
+    """Links as they are right in the repository become the site's; what is not on the site becomes its path. A list right below a
+    paragraph, which is one on GitHub, becomes one here."""
     sources = {there: source for source, there in README_PAGES.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    return relinked(markdown, source, page.file.src_uri)
+    return re.sub(r"^([^-\s|].*\n)(?=- )", r"\1\n", relinked(markdown, source, page.file.src_uri), flags=re.MULTILINE)
 
 
 def relinked(markdown: str, source: str, page: str) -> str:
