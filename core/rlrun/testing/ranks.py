@@ -113,6 +113,38 @@ class RankPool:
         self._ranks = []
 
 
+def share_gloo_thread() -> None:
+    """Let all gloo groups of this process share one device. Each has a thread of its own otherwise, which wakes a hundred times a
+    second as long as anything holds the group, as torch's caches do: after hundreds of tests that takes longer than they do."""
+    from torch.distributed import distributed_c10d
+
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    if isinstance(gloo, _SharedDevice):
+        return
+    device = gloo.create_default_device()
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = [device], 2, timeout
+        return gloo(store, rank, size, options)
+
+    stand_in: Any = _SharedDevice("ProcessGroupGloo", (), {"make": staticmethod(make), "gloo": gloo})
+    vars(distributed_c10d)["ProcessGroupGloo"] = stand_in
+
+
+class _SharedDevice(type):
+    """Stands for gloo's class: makes its objects, and knows them."""
+
+    make: Callable[..., Any]
+    gloo: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.make(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.gloo)
+
+
 def _serve(connection: Connection) -> None:
     """A rank's loop: ends with its parent, also where that was killed."""
     import torch
@@ -121,6 +153,7 @@ def _serve(connection: Connection) -> None:
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    share_gloo_thread()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parent = multiprocessing.parent_process()
     assert parent is not None
