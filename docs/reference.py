@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -207,6 +208,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     sources = {there: source for source, there in README_PAGES.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return re.sub(r"^([^-\s|].*\n)(?=- )", r"\1\n", relinked(markdown, source, page.file.src_uri), flags=re.MULTILINE)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Formulas as MathML, which browsers show without a script."""
+    from latex2mathml.converter import convert
+
+    formula = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
+    return formula.sub(lambda found: convert(unescape(found[1])), html)
 
 
 def relinked(markdown: str, source: str, page: str) -> str:
