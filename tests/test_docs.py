@@ -7,8 +7,8 @@ import inspect
 import re
 import shlex
 from functools import cache
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,11 +19,12 @@ from rlrun.config.schema import Config
 from rlrun.config.values import compose, kind_at, typed
 from rlrun.errors import ConfigError
 from rlrun.plugins import Plugins
+from rlrun.rewards.function import load_file
 from rlrun.rewards.protocol import RewardItem
 from rlrun.testing.recording import leaf_keys
 
 ROOT = Path(__file__).parents[1]
-reference = SourceFileLoader("docs_reference", str(ROOT / "docs" / "reference.py")).load_module()
+reference: Any = load_file("docs_reference", str(ROOT / "docs" / "reference.py"))
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("plugins/*/README.md"), *(
     page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "decisions")])
 
