@@ -18,6 +18,7 @@ from rlrun.config.load import load_config, schema
 from rlrun.config.schema import Config
 from rlrun.config.values import compose, kind_at, typed
 from rlrun.errors import ConfigError
+from rlrun.folder import flat
 from rlrun.plugins import Plugins
 from rlrun.rewards.function import load_file
 from rlrun.rewards.protocol import RewardItem
@@ -174,6 +175,18 @@ def test_commands_of_pages(page):
             name = words[at + 1] if words[at + 1] in COMMANDS else "run"
             options = {option for parameter in made.commands[name].params for option in parameter.opts}
             assert {word for word in words[at + 1:] if word.startswith("-")} <= options, line
+
+
+@pytest.mark.parametrize("plugin", ["fsdp", "megatron", "prime"])
+def test_readmes_of_plugins_have_all_keys(plugin):
+    """Where a README says that it shows all keys with their defaults, it does."""
+    text = (ROOT / "plugins" / plugin / "README.md").read_text()
+    [block] = [block for block in blocks(text, "yaml") if "all keys, with their defaults" in block]
+    section = OmegaConf.to_container(OmegaConf.structured(everything()))[plugin]
+
+    shown, there = flat(yaml.safe_load(block)[plugin], ""), flat(section, "")
+    assert {key for key in there if not key.startswith("optim.")} <= shown.keys()
+    assert {key: there[key] for key in shown} == shown
 
 
 def guide(name: str) -> dict:
