@@ -89,8 +89,17 @@ def make(rewards):
 
 
 def workers():
+    """Scoring processes: children that were not there before the first test of this file."""
     return [p for p in psutil.Process().children(recursive=True)
-            if p.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(p.cmdline())]
+            if p.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(p.cmdline()) and p not in OTHERS]
+
+
+OTHERS = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _others():
+    OTHERS[:] = psutil.Process().children(recursive=True)
 
 
 def test_scores_come_in_order_from_a_process_without_heavy_imports(make):
@@ -232,7 +241,9 @@ def test_processes_die_with_the_driver(rewards, how):
     """Case 114: nothing is left of the pool, however the driver ends; its unguarded main script runs once."""
     script = rewards.with_name("driver.py")
     script.write_text(DRIVER.format(tests=str(rewards.parent), path=str(rewards)))
-    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # a shell's background jobs ignore SIGINT, and so do their children unless told otherwise
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert [driver.stdout.readline() for _ in range(2)] == ["main runs\n", "ready\n"]
     time.sleep(0.5)
     children = psutil.Process(driver.pid).children(recursive=True)
