@@ -132,7 +132,8 @@ def test_version_and_help(rl_run):
 
 def test_shell_completion(process):
     """What the shell is told to ask is answered, from the first letters of a sub-command."""
-    named = f"{RL_RUN}; import os; os.environ['_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION'] = '1'"  # take the name, in any shell
+    # the shell is named, not looked for
+    named = f"{RL_RUN}; import os; os.environ['_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION'] = '1'"
     assert "_RL_RUN_COMPLETE" in process("--show-completion", "bash", before=named).stdout
     asked = {"COMP_WORDS": "rl-run do", "COMP_CWORD": "1", "_RL_RUN_COMPLETE": "complete_bash"}
     assert process(before=f"{RL_RUN}; import os; os.environ |= {asked}").stdout.split() == ["doctor"]
