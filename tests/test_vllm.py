@@ -20,7 +20,8 @@ MODELS = {
     "tied qwen2, Megatron's tensors": ("qwen2", True, "megatron", TP2),
     "untied llama, Megatron's stages": ("llama", False, "megatron", {"pipeline_model_parallel_size": 2}),
 }
-EACH = ["tied llama", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])]
+EACH = [pytest.param(name, marks=pytest.mark.slow if backend == "megatron" else ())
+        for name, (_, _, backend, _) in MODELS.items()]
 
 
 def script(workers, plugins, config):
