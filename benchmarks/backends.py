@@ -221,14 +221,20 @@ def model_folder(sizes: dict[str, Any]) -> Path:
     return folder
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", help="default: one, and two where there are two GPUs")
+def parser(description: str | None, results: str) -> argparse.ArgumentParser:
+    """What scripts of jobs take: repeats, a time limit, the file that keeps results, and the one job of a rank."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="start nothing that may not end in this time")
-    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir(), "rlrun-backends.json"))
+    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir(), results))
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = parser(__doc__, "rlrun-backends.json")
+    arguments.add_argument("--ranks", type=int, nargs="+", help="default: one, and two where there are two GPUs")
+    args = arguments.parse_args()
     if args.job:
         job = Job(**json.loads(args.job))
         in_rank(lambda: measure(job, str(model_folder(update.MODEL)), args.repeats))

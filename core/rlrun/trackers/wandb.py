@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlrun.trackers.jsonl import read
+from rlrun.trackers.jsonl import replay
 
 
 class Wandb:
@@ -19,8 +19,7 @@ class Wandb:
             shutil.rmtree(offline)
         name, project = run_dir.resolve().name, os.environ.get("WANDB_PROJECT", "rlrun")
         self.run = wandb.init(project=project, name=name, group=name, dir=str(run_dir), settings=wandb.Settings(console="off"))
-        for row in read(run_dir / "metrics.jsonl"):
-            self.log({name: value for name, value in row.items() if name != "step" and value is not None}, row["step"])
+        replay(run_dir / "metrics.jsonl", self.log)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self.run.log(dict(metrics), step=step)
