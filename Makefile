@@ -38,7 +38,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 lint: $(READY)
 	$(BIN)/ruff check .
