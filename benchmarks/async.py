@@ -21,28 +21,21 @@ from typing import Any
 
 import grpo_step
 from backends import NO_MULTICAST
-from grpo_step import CUDA, FOLDER
+from grpo_step import CUDA, FOLDER, arranged
 
 STEPS = 8 if CUDA else 4
 GREEDY = (64, 64) if CUDA else (6, 8)
 """Prompts, and tokens to draw for each, where engines of one and of two ranks are compared."""
 
 
-def arranged(name: str, backend: str, train: int, rollout: int, steps: int = STEPS) -> dict[str, Any]:
-    config = grpo_step.settings(f"{name}-{int(time.time())}", steps)
-    config["plugins"], config["actor"]["backend"] = [backend], backend
-    config["resources"] = {"launcher": "ray", "train_ranks": train, "rollout_ranks": rollout}
-    return config
-
-
 def together(ranks: int, backend: str) -> dict[str, Any]:
     """Engines beside the trainer on all ranks, one asleep while the other works."""
-    return grpo_step.train(arranged("together", backend, ranks, 0))
+    return grpo_step.train(arranged("together", backend, ranks, 0, STEPS))
 
 
 def apart(ranks: int, backend: str) -> dict[str, Any]:
     """Half of the ranks generate the next step's samples while the others train."""
-    config = arranged("apart", backend, ranks // 2, ranks - ranks // 2)
+    config = arranged("apart", backend, ranks // 2, ranks - ranks // 2, STEPS)
     config["rollout"] |= {"max_staleness": 1, "engine_args": {"gpu_memory_utilization": 0.85} if CUDA else {}}
     config["stages"][0]["algorithm"]["correction"] = "token_tis"
     return grpo_step.train(config)
@@ -58,7 +51,7 @@ def greedy(size: int, backend: str) -> dict[str, Any]:
     from rlrun.workers.group import WorkerGroup
     from rlrun.workers.protocol import RoleRequest
 
-    settings = arranged(f"tp{size}", backend, 2, 0)
+    settings = arranged(f"tp{size}", backend, 2, 0, STEPS)
     settings["rollout"]["engine_args"] |= {"tensor_parallel_size": size}
     path = FOLDER / f"tp{size}.json"
     path.write_text(json.dumps(settings))
@@ -141,10 +134,7 @@ def main() -> None:
         Path(os.environ["RESULT"]).write_text(json.dumps(PARTS[args.part][0](args.ranks, args.backend)))
         return
     began = time.monotonic()
-    FOLDER.mkdir(exist_ok=True)
-    if not (grpo_step.MODEL / "config.json").exists():
-        code = f"import update; update.save_model({str(grpo_step.MODEL)!r})"  # in a process that lets go of the GPU
-        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
+    grpo_step.prepare()
     found = json.loads(args.results.read_text()) if args.results.exists() else {}
     wanted = args.only or list(PARTS)
     for name in ["tp1"] * ("tp2" in wanted and "tp1" not in wanted) + wanted:

@@ -1,4 +1,5 @@
-"""Megatron against FSDP on the same work: updates, log-probability passes, memory, and how fast weights leave for the engine.
+"""Megatron against FSDP on the same work: updates, log-probability passes, memory, how fast weights leave for the engine, and
+whole GRPO steps with vLLM (the work of benchmarks/grpo_step.py).
 
 A random Qwen2-shaped model of 1.4B parameters, the same number of sequences a GPU for each arrangement of ranks; on one GPU also
 the compiled floor of benchmarks/update.py. Each arrangement has processes of its own, and its result is kept: called again, the
@@ -12,15 +13,19 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpo_step
 import torch
 import torch.distributed as dist
 import update
@@ -32,6 +37,7 @@ from rlrun.plugins import Plugins
 from rlrun.workers.protocol import Layout, RoleRequest, RoleSpec, Worker
 
 CUDA = update.CUDA
+STEPS = 7
 SEQUENCES = 256 if CUDA else 16
 """Of each GPU, of about 626 tokens."""
 PEAK = 989e12
@@ -177,17 +183,29 @@ def launch(command: Sequence[str], ranks: int, seconds: float) -> Result:
         return json.loads(out.read_text())
 
 
-def run_all(todo: Sequence[tuple[str, int, float, Sequence[str]]], results: Path, budget: float) -> dict[str, Result]:
-    """Results by key of each (key, ranks, seconds, command), those that were there before too."""
+def grpo(job: Job, seconds: float) -> Result:
+    """`rl-run` with engines beside the ranks that train: seconds and metrics of its steps, memory of the fullest device."""
+    config = grpo_step.arranged(f"{job.backend}-{job.ranks}", job.backend, job.ranks, 0, STEPS)
+    with tempfile.TemporaryFile("w+") as file, ExitStack() as stack:
+        if CUDA:
+            ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "100"]
+            stack.callback(subprocess.Popen(ask, stdout=file).terminate)
+        found = grpo_step.train(config | {job.backend: job.section}, seconds)
+        file.seek(0)
+        return found | {"device_gb": max((int(line) for line in file if line.strip().isdigit()), default=0) * 2**20 / 1e9}
+
+
+def run_all(todo: Sequence[tuple[str, float, Callable[[float], Result]]], results: Path, budget: float) -> dict[str, Result]:
+    """Results by key of each (key, seconds that it needs, what runs it within a limit), those that were there before too."""
     began = time.monotonic()
     found: dict[str, Result] = json.loads(results.read_text()) if results.exists() else {}
-    for key, ranks, seconds, command in todo:
+    for key, seconds, run in todo:
         left = budget - (time.monotonic() - began)
         if key in found or left < seconds * (1 if CUDA else 0.2):
             continue
         try:
-            found[key] = launch(command, ranks, min(left, 3 * seconds))
-        except RuntimeError as error:
+            found[key] = run(min(left, 3 * seconds))
+        except (RuntimeError, subprocess.SubprocessError) as error:
             print(f"{key}: {error}", flush=True)
             continue
         results.parent.mkdir(parents=True, exist_ok=True)
@@ -211,6 +229,21 @@ HEAD = ("| arrangement | GPUs | sequences | update (s) | tokens/s a GPU | MFU | 
         "peak memory (GB) |\n|---|---|---|---|---|---|---|---|---|")
 
 
+STEP_HEAD = ("\n| GRPO step with vLLM | GPUs | step (s) | tokens/s a GPU | generation, update, weight sync (s) | "
+             "device memory (GB) |\n|---|---|---|---|---|---|")
+
+
+def step_row(job: Job, result: Result) -> str:
+    """Medians of all steps but the first two, which compile."""
+    rows = list(zip(result["timings"], result["metrics"], strict=True))[2:]
+    middle = {name: statistics.median(timing[name] for timing, _ in rows)
+              for name in ("step", "gen", "update_actor", "update_weights")}
+    rate = statistics.median(metrics["perf/total_num_tokens"] / timing["step"] for timing, metrics in rows)
+    step, *phases = middle.values()
+    return (f"| {job.name} | {job.ranks} | {step:.2f} | {rate / job.ranks:,.0f} | " + ", ".join(f"{s:.2f}" for s in phases)
+            + f" | {result['device_gb']:.1f} |")
+
+
 def model_folder(sizes: dict[str, Any]) -> Path:
     """A folder with a random model, written by rank 0 where it is not there."""
     folder = Path(tempfile.gettempdir(), f"rlrun-benchmark-{sizes['num_hidden_layers']}")
@@ -227,6 +260,7 @@ def parser(description: str | None, results: str) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="start nothing that may not end in this time")
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir(), results))
+    parser.add_argument("--only", default="", help="a part of the names of what is run")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     return parser
 
@@ -241,13 +275,19 @@ def main() -> None:
         return
     counts = args.ranks or ([1, 2][:torch.cuda.device_count()] if CUDA else [1, 2])
     every = [job for ranks in counts for job in jobs(ranks)]
-    command = [__file__, "--repeats", str(args.repeats), "--job"]
-    found = run_all([(job.key, job.ranks, job.seconds, [*command, json.dumps(asdict(job))]) for job in every],
-                    args.results, args.budget_seconds)
+    todo = [(job.key, job.seconds, partial(launch, [__file__, "--repeats", str(args.repeats), "--job", json.dumps(asdict(job))],
+                                           job.ranks)) for job in every]
+    grpo_step.prepare()
+    todo += [(f"{job.key}, vLLM", 150, partial(grpo, job)) for job in every if job.backend != "floor"]
+    found = run_all([one for one in todo if args.only in one[0]], args.results, args.budget_seconds)
     print(HEAD)
     for job in every:
         if job.key in found:
             print(row(job, found[job.key]))
+    print(STEP_HEAD)
+    for job in every:
+        if (key := f"{job.key}, vLLM") in found:
+            print(step_row(job, found[key]))
     one, floor = (next((found.get(job.key, {}) for job in every if job.name == name and job.ranks == 1), {})
                   for name in ("Megatron TP1", "compiled floor"))
     if "update" in one and "update" in floor:

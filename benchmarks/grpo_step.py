@@ -77,8 +77,12 @@ def floor_update() -> dict[str, Any]:
 REWARD = "def letters(item):\n    return min(1.0, item.completion.count('a') / 20)\n"
 
 
-PRIME = {"reference": "policy", "accuracy_range": [0.0, 1.0], "drop_truncated": False}
-"""Every group is kept, as none of a random model's would be: the work of a step is then that of RLOO's and the reward model's."""
+def prepare() -> None:
+    """The model's folder, from a process that lets go of the GPU."""
+    FOLDER.mkdir(exist_ok=True)
+    if not (MODEL / "config.json").exists():
+        code = f"import update; update.save_model({str(MODEL)!r})"
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
 
 
 def settings(name: str, steps: int, algorithm: str = "grpo") -> dict[str, Any]:
@@ -100,17 +104,31 @@ def settings(name: str, steps: int, algorithm: str = "grpo") -> dict[str, Any]:
     }
 
 
+def arranged(name: str, backend: str, train: int, rollout: int, steps: int) -> dict[str, Any]:
+    """The same work over ranks that train, with engines beside them or on ranks of their own."""
+    config = settings(f"{name}-{int(time.time())}", steps)
+    config["plugins"], config["actor"]["backend"] = [backend], backend
+    config["resources"] = {"launcher": "ray" if train + rollout > 1 else "local", "train_ranks": train, "rollout_ranks": rollout}
+    return config
+
+
 def ours(steps: int, algorithm: str) -> dict[str, Any]:
     config = settings(f"{algorithm}-{int(time.time())}", steps, algorithm)
-    return train(config | ({"plugins": ["fsdp", "prime"], "prime": PRIME} if algorithm == "prime" else {}))
+    return train(config)
 
 
-def train(config: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each phase and metrics of each step of `rl-run`."""
+def prime(steps: int, reference: str) -> dict[str, Any]:
+    """Every group is kept, as none of a random model's would be: the work of a step is then RLOO's and the reward model's."""
+    options = {"reference": reference, "accuracy_range": [0.0, 1.0], "drop_truncated": False}
+    return train(settings(f"prime-{int(time.time())}", steps, "prime") | {"plugins": ["fsdp", "prime"], "prime": options})
+
+
+def train(config: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
+    """Seconds of each phase and metrics of each step of `rl-run`, which has a limit of `seconds`."""
     name = config["run"]["name"]
     path = FOLDER / f"{name}.json"
     path.write_text(json.dumps(config))
-    subprocess.run([sys.executable, "-m", "rlrun", str(path)], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, "-m", "rlrun", str(path)], check=True, stdout=sys.stderr, timeout=seconds)
     rows = [json.loads(line) for line in (FOLDER / name / "metrics.jsonl").open()]
     rows = [row for row in rows if "timing_s/step" in row]
     timings = [{k.removeprefix("timing_s/"): v for k, v in row.items() if k.startswith("timing_s/")} for row in rows]
@@ -146,7 +164,8 @@ def trl() -> dict[str, Any]:
 PARTS = {
     "engine": (engine, 150), "update": (floor_update, 90), "trl": (trl, 240),
     "ours": (lambda: ours(20 if CUDA else 3, "grpo"), 330), "rloo": (lambda: ours(8 if CUDA else 3, "rloo"), 180),
-    "prime": (lambda: ours(8 if CUDA else 3, "prime"), 240),
+    "prime": (lambda: prime(8 if CUDA else 3, "policy"), 240),
+    "prime, rollout": (lambda: prime(8 if CUDA else 3, "rollout"), 240),
 }
 """And seconds that each needs."""
 
@@ -165,7 +184,7 @@ def report(found: dict[str, Any]) -> None:
         if name in found:
             print(f"{name}: " + ", ".join(f"{s:.2f}" for s in found[name]["seconds"]) + f" s, median {middle(name):.2f}")
     steps = {}
-    for name in ("ours", "rloo", "prime"):
+    for name in ("ours", "rloo", "prime", "prime, rollout"):
         if name in found:
             phases, metrics = split(found[name]), found[name]["metrics"]
             steps[name] = phases["step"]
@@ -177,10 +196,10 @@ def report(found: dict[str, Any]) -> None:
         print(f"step {steps['ours']:.2f} s = {steps['ours'] / floor:.3f} x floor ({floor:.2f} s)")
     if {"ours", "trl"} <= found.keys():
         print(f"step = {steps['ours'] / middle('trl'):.3f} x TRL's")
-    if {"rloo", "prime"} <= found.keys():
-        more, update = steps["prime"] - steps["rloo"], split(found["rloo"])["update_actor"]
-        print(f"PRIME's step {steps['prime']:.2f} s, RLOO's {steps['rloo']:.2f}: {more / steps['rloo']:.1%} of RLOO's step more, "
-              f"{more / update:.2f} x its update")
+    for name in {"prime", "prime, rollout"} & found.keys() if "rloo" in found else ():
+        more, update = steps[name] - steps["rloo"], split(found["rloo"])["update_actor"]
+        print(f"PRIME's step ({name}) {steps[name]:.2f} s, RLOO's {steps['rloo']:.2f}: {more / steps['rloo']:.1%} of RLOO's step "
+              f"more, {more / update:.2f} x its update")
 
 
 def main() -> None:
@@ -195,9 +214,7 @@ def main() -> None:
         result = PARTS[args.part][0]()
         Path(os.environ["RESULT"]).write_text(json.dumps(result))
         return
-    FOLDER.mkdir(exist_ok=True)
-    if not (MODEL / "config.json").exists():
-        update.save_model(str(MODEL))
+    prepare()
     found = json.loads(args.results.read_text()) if args.results.exists() else {}
     for name in args.only or PARTS:
         if name in found or time.monotonic() - began + PARTS[name][1] * (CUDA or 0.2) > args.budget_seconds:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -161,17 +162,17 @@ def main() -> None:
     arguments = backends.parser(__doc__, "rlrun-scaling.json")
     arguments.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1) if CUDA else 2)
     arguments.add_argument("--model", choices=["1.4b", "7b"], default="1.4b")
-    arguments.add_argument("--only", default="", help="those with this in their name, such as '7b: FSDP, 2 ranks, 128 sequences'")
     args = arguments.parse_args()
     if args.job:
         backends.in_rank(lambda: measure(args))
         return
     tables, prefix = scaled(args.ranks, args.model), f"{args.model}: "
     command = [__file__, "--repeats", str(args.repeats), "--model", args.model, "--ranks", str(args.ranks), "--job"]
-    todo = [(prefix + job.key, job.ranks, job.seconds, [*command, json.dumps(asdict(job))])
+    todo = [(prefix + job.key, job.seconds, partial(backends.launch, [*command, json.dumps(asdict(job))], job.ranks))
             for jobs in tables.values() for job in jobs]
     if args.model == "1.4b" and args.ranks > 1:
-        todo.append((f"Ulysses, {args.ranks} ranks", args.ranks, 120 + 60 * args.ranks, [*command, "ulysses"]))
+        todo.append((f"Ulysses, {args.ranks} ranks", 120 + 60 * args.ranks,
+                     partial(backends.launch, [*command, "ulysses"], args.ranks)))
     found = backends.run_all([one for one in todo if args.only in one[0]], args.results, args.budget_seconds)
     report(tables, found, prefix)
 

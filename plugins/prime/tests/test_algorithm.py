@@ -26,7 +26,8 @@ from rlrun_prime.algorithm import Prime
     ({"accuracy_range": [0.2]}, {}, "two numbers"),
     ({"process_coef": 0.0, "outcome_coef": 0.0}, {}, "both 0"),
     ({"granularity": "segment", "delimiter": ""}, {}, "needs a prime.delimiter"),
-    ({"reference": "policy", "reference_path": "x"}, {}, "no effect"),
+    ({"reference": "policy", "reference_path": "x"}, {}, "no effect with prime.reference policy"),
+    ({"reference": "rollout", "reference_path": "x"}, {}, "no effect with prime.reference rollout"),
     ({"update": "none"}, {}, "every process reward 0"),
     ({"leftovers": "keep", "oversample": 2.0}, {}, "algorithm.correction"),
     ({"leftovers": "keep"}, {"correction": "token_tis"}, "oversample > 1"),
@@ -62,6 +63,9 @@ def test_roles(tools):
     a = tools.make({"reference": "policy"})
     assert list(a.roles()) == ["prm"]
     assert a.needs_old_log_probs
+    a = tools.make({"reference": "rollout"})
+    assert list(a.roles()) == ["prm"]
+    assert not a.needs_old_log_probs
     assert list(tools.make({}, kl_coef=0.1).roles()) == ["ref", "prm"]
     assert list(tools.make({}, advantage="gae").roles()) == ["critic", "prm", "prm_ref"]
 
