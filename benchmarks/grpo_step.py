@@ -120,7 +120,9 @@ def ours(steps: int, algorithm: str) -> dict[str, Any]:
 def prime(steps: int, reference: str) -> dict[str, Any]:
     """Every group is kept, as none of a random model's would be: the work of a step is then RLOO's and the reward model's."""
     options = {"reference": reference, "accuracy_range": [0.0, 1.0], "drop_truncated": False}
-    return train(settings(f"prime-{int(time.time())}", steps, "prime") | {"plugins": ["fsdp", "prime"], "prime": options})
+    config = settings(f"prime-{int(time.time())}", steps, "prime") | {"plugins": ["fsdp", "prime"], "prime": options}
+    config["rollout"]["gap_fraction"] = 1.0 if reference == "rollout" else 0.0625
+    return train(config)
 
 
 def train(config: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:

@@ -215,6 +215,8 @@ def _problems(p: PrimeConfig, config: Config, stage: StageConfig) -> Iterator[st
         yield "prime.granularity segment needs a prime.delimiter"
     if p.reference != "sft" and p.reference_path is not None:
         yield f"prime.reference_path has no effect with prime.reference {p.reference}"
+    if p.reference == "rollout" and config.rollout.gap_fraction < 1 and o.correction == "none":
+        yield "prime.reference rollout needs the engine's log-probabilities of every sample: set rollout.gap_fraction=1"
     if p.update == "none" and p.reference == "sft" and p.reference_path in (None, p.path):
         yield ("prime.update none with a reference equal to the reward model makes every process reward 0: name the models that "
                "it was trained from and is, prime.reference_path and prime.path")

@@ -28,6 +28,7 @@ from rlrun_prime.algorithm import Prime
     ({"granularity": "segment", "delimiter": ""}, {}, "needs a prime.delimiter"),
     ({"reference": "policy", "reference_path": "x"}, {}, "no effect with prime.reference policy"),
     ({"reference": "rollout", "reference_path": "x"}, {}, "no effect with prime.reference rollout"),
+    ({"reference": "rollout"}, {}, "set rollout.gap_fraction=1"),
     ({"update": "none"}, {}, "every process reward 0"),
     ({"leftovers": "keep", "oversample": 2.0}, {}, "algorithm.correction"),
     ({"leftovers": "keep"}, {"correction": "token_tis"}, "oversample > 1"),
@@ -63,9 +64,8 @@ def test_roles(tools):
     a = tools.make({"reference": "policy"})
     assert list(a.roles()) == ["prm"]
     assert a.needs_old_log_probs
-    a = tools.make({"reference": "rollout"})
+    a = tools.make({"reference": "rollout"}, correction="token_tis")
     assert list(a.roles()) == ["prm"]
-    assert not a.needs_old_log_probs
     assert list(tools.make({}, kl_coef=0.1).roles()) == ["ref", "prm"]
     assert list(tools.make({}, advantage="gae").roles()) == ["critic", "prm", "prm_ref"]
 
