@@ -123,7 +123,13 @@ class Plugins:
             both = " and ".join(f"{name} ({size})" for name, size in sizes.items())
             raise ConfigError(f"more than one plugin wants to spread sequences over ranks: {both}", "set all but one to 1")
         backend = self.resolve("backend", config.actor.backend)
-        return backend.layout(config, config.resources.train_ranks, next(iter(sizes.values()), 1))
+        name, sp = next(iter(sizes.items()), ("", 1))
+        try:
+            return backend.layout(config, config.resources.train_ranks, sp)
+        except ValueError as error:
+            if not name:
+                raise
+            raise ConfigError(str(error), f"plugin {name!r} asks for {sp} ranks a sequence") from error
 
     def make_worker(self, spec: RoleSpec, layout: Layout) -> Worker:
         """Build this rank's part of a role's model, by the plugin that provides the backend."""
