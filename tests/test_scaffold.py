@@ -54,7 +54,8 @@ def made(tmp_path_factory):
 def test_its_own_tests_pass(made, kind):
     """What the wheel holds passes the tests that came with it."""
     packages, site = made
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error::pytest.PytestDeprecationWarning",
+               "tests"]
     done = subprocess.run(command, cwd=packages[kind], text=True, capture_output=True, timeout=800,
                           env=runs.environment({"PYTHONPATH": str(site)}))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -111,6 +111,19 @@ def test_package_and_file_in_ray_ranks(model, tmp_path):
     assert rows[3]["val-core/five/acc/mean@1"] == pytest.approx(sum(record["correct"] for record in scored) / 5)
 
 
+@pytest.mark.slow
+def test_the_packages_own_tests(tmp_path):
+    """What the wheel holds passes the suites that came with it."""
+    package = ROOT / "examples" / "third_party_plugin"
+    target = install([build(package, tmp_path / "wheels")], tmp_path / "site")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(package / "tests"),
+               "-W", "error::pytest.PytestDeprecationWarning", str(package / "tests")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path,
+                          env=runs.environment({"PYTHONPATH": str(target)}))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
 def test_metrics_keep_to_their_own_name(model, tmp_path):
     """A plugin's metrics begin with its name; others are refused, and the message says whose they are."""
     from rlrun.errors import PluginError

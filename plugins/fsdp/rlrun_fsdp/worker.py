@@ -268,14 +268,16 @@ _adapted: WeakSet[FsdpWorker] = WeakSet()
 """This process's actor, where it has adapters."""
 
 
-def make(spec: RoleSpec, layout: Layout) -> FsdpWorker:
-    """The worker of a role; of a frozen model that an actor with adapters holds already, that one's."""
+def make(spec: RoleSpec, layout: Layout, kind: type[FsdpWorker] = FsdpWorker) -> FsdpWorker:
+    """The worker of a role, of your own `kind` where you extend it; of a frozen model that an actor with adapters holds already,
+    that one's."""
     request = spec.request
     for actor in _adapted:
         theirs = actor.spec.request
         if not request.trainable and (request.path, request.dtype, request.head) == (theirs.path, theirs.dtype, theirs.head):
-            return Base(spec, actor)
-    worker = FsdpWorker(spec, layout)
+            base: FsdpWorker = type("Base", (Base, kind), {})(spec, actor)
+            return base
+    worker = kind(spec, layout)
     if worker.adapted and spec.role == "actor":
         _adapted.clear()
         _adapted.add(worker)

@@ -231,3 +231,33 @@ def test_adapters(llama, ranks1, ranks2, tools, tmp_path):
             assert (streamed[name] - x).norm() <= 1e-5 * x.norm(), name
     [(resumed, _, _)] = ranks1.run(update, tmp_path / "two")
     torch.testing.assert_close(resumed, after, rtol=1e-4, atol=1e-4)
+
+
+def test_an_extended_worker_keeps_the_shared_reference(llama, ranks1, tools):
+    """`make` with a kind of one's own: the reference is the actor without adapters, no second model, and of that kind too."""
+    config = tools.make_config(llama, model__dtype="float32", fsdp__lora__rank=2, actor__optim__lr=1.0)
+    batch = tools.make_batch()
+
+    def columns():
+        from dataclasses import replace
+
+        from rlrun_fsdp.worker import FsdpWorker, make
+
+        class Doubled(FsdpWorker):
+            def forward(self, batch, want, temperature):
+                return {name: 2 * x for name, x in super().forward(batch, want, temperature).items()}
+
+        spec = tools.make_worker(config).spec
+        layout = spec.plugins.layout(config)
+        plain = make(replace(spec, role="ref", request=replace(spec.request, trainable=False)), layout)
+        base = plain.forward(batch, {"log_probs"}, 0.7)["log_probs"]
+        actor = make(spec, layout, Doubled)
+        ref = make(plain.spec, layout, Doubled)
+        actor.update(batch, tools.TokenLoss(), batch.denominators(), 0.7)
+        assert ref.model is actor.model
+        assert isinstance(ref, Doubled)
+        return base, *(worker.forward(batch, {"log_probs"}, 0.7)["log_probs"] for worker in (ref, actor))
+
+    [(base, ref, actor)] = ranks1.run(columns)
+    assert torch.equal(ref, 2 * base)
+    assert not torch.allclose(actor, ref)

@@ -29,14 +29,16 @@ class RewardContract(Contract):
     examples: ClassVar[Sequence[tuple[RewardItem, float]]]
     """Samples and the scores that they must have, of which two differ."""
 
-    def make(self) -> RewardPool:
-        plugins = Plugins.load(self.plugins)
-        config = RewardConfig(kind=self.reward, kwargs=dict(self.kwargs), timeout_s=LIMIT_S)
+    @classmethod
+    def make(cls) -> RewardPool:
+        plugins = Plugins.load(cls.plugins)
+        config = RewardConfig(kind=cls.reward, kwargs=dict(cls.kwargs), timeout_s=LIMIT_S)
         return RewardPool(config, part_specs(config, plugins.provided("reward")), plugins.files())
 
     @pytest.fixture(scope="class")
-    def pool(self) -> Iterator[RewardPool]:
-        pool = self.make()
+    @classmethod
+    def pool(cls) -> Iterator[RewardPool]:
+        pool = cls.make()
         yield pool
         pool.close()
 

@@ -35,17 +35,18 @@ class RolloutContract(Contract):
     device: ClassVar[str] = "cpu"
 
     @pytest.fixture(scope="class")
-    def made(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rollout, Any]]:
+    @classmethod
+    def made(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rollout, Any]]:
         """An engine with no weights yet, and the model whose weights it will get, which are not those of its folder."""
         folder: Path = tmp_path_factory.mktemp("model")
         save_tiny(folder, "llama", 0, **SIZES)
         model = save_tiny(tmp_path_factory.mktemp("other"), "llama", 3, **SIZES).eval()
         config = Config(model=ModelConfig(path=str(folder), dtype="float32"))
-        plugins = Plugins.load(self.plugins)
-        config.rollout.engine, config.rollout.engine_args = self.engine, dict(self.engine_args)
-        cls = plugins.resolve("rollout", self.engine)
-        assert cls.ranks_per_engine(config) >= 1
-        engine: Rollout = cls(configure(config, plugins, self.sections), torch.device(self.device), 0)
+        plugins = Plugins.load(cls.plugins)
+        config.rollout.engine, config.rollout.engine_args = cls.engine, dict(cls.engine_args)
+        provided = plugins.resolve("rollout", cls.engine)
+        assert provided.ranks_per_engine(config) >= 1
+        engine: Rollout = provided(configure(config, plugins, cls.sections), torch.device(cls.device), 0)
         yield engine, model
         engine.close()
 
