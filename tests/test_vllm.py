@@ -8,6 +8,7 @@ import torch
 from locally import load
 
 from rlrun.rollout.protocol import Request, SamplingParams
+from rlrun.testing.contracts.rollout import RolloutContract
 from rlrun.testing.gloo import drive
 from rlrun.testing.ranks import RankPool
 
@@ -142,3 +143,12 @@ def test_samples_differ_on_both_engines_and_carry_what_was_asked(trained):
     for reason, length, last in found["ended"]:
         assert (last in (1, 7)) == (reason == "stop")
         assert length <= 8
+
+
+@pytest.mark.slow
+class TestVllm(RolloutContract):
+    """The suite of every rollout engine, with one engine in this process."""
+
+    plugins = []
+    engine = "vllm"
+    sections = {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 16}}

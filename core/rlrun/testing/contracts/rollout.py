@@ -18,7 +18,8 @@ from rlrun.testing.tiny import save_tiny
 
 TOLERANCE = 1e-4
 """Of log-probabilities in float32, against transformers; and how close two logits may be for either to be the likeliest."""
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+"""Of the tiny model: heads of 32, the smallest that vLLM computes on CPUs."""
 PROMPTS = [(5, 6, 7, 8, 9), (40,), (5, 6, 7, 8, 9), (100, 30, 12)]
 REQUESTS = [Request(index, prompt, f"key{index}") for index, prompt in enumerate(PROMPTS)]
 
