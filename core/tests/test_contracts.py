@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from rlrun.algorithms.presets import PRESETS
@@ -183,6 +186,41 @@ def test_a_suite_cannot_be_weakened(bases, given, said):
     """Neither by overriding, nor by a base beside the suite."""
     with pytest.raises(TypeError, match=said):
         type("Mine", bases, {"__module__": __name__, "plugins": [], "algorithm": "grpo", **given})
+
+
+def test_a_suite_cannot_be_hidden():
+    with pytest.raises(TypeError, match="Mine.__test__ hides the tests of AlgorithmContract"):
+        type("Mine", (AlgorithmContract,), {"__module__": __name__, "plugins": [], "algorithm": "grpo", "__test__": False})
+
+
+LATE = '''
+from rlrun.testing.contracts.algorithm import AlgorithmContract
+
+class Deaf:
+    def __init_subclass__(cls):
+        pass
+
+class TestLate(AlgorithmContract):
+    plugins, algorithm = [], "grpo"
+
+class TestDeaf(Deaf, AlgorithmContract):
+    plugins, algorithm = [], "grpo"
+    def test_losses(self):
+        pass
+
+TestLate.test_losses = lambda self: None
+'''
+
+
+@pytest.mark.slow
+def test_a_suite_cannot_be_weakened_later(tmp_path):
+    """Nor once the class is made, nor by a base that keeps the suite from looking: no test of it passes then."""
+    (tmp_path / "test_late.py").write_text(LATE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    for name in ("Late", "Deaf"):
+        assert f"Test{name}.test_losses overrides AlgorithmContract.test_losses" in done.stdout
+    assert " passed" not in done.stdout, done.stdout
 
 
 def test_what_must_be_given():

@@ -9,6 +9,8 @@ from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
+import pytest
+
 from rlrun.config.schema import Config
 from rlrun.discovery import GROUP
 from rlrun.plugins import Plugins
@@ -19,8 +21,8 @@ _SUITES = f"{__name__.rpartition('.')[0]}."
 class Contract:
     """Base of the suites. What a suite annotates in its class body, a subclass gives; the rest it cannot change.
 
-    Raises TypeError, as the subclass is made, for a test, fixture or tolerance that is overridden (in a base beside the suite
-    too), and for what is not given."""
+    Raises TypeError, as the subclass is made and again as its tests begin, for a test, fixture or tolerance that is overridden
+    (in a base beside the suite too), and for what is not given."""
 
     plugins: ClassVar[list[str]]
     """The plugin list, as in a configuration; the plugin that is tested comes last."""
@@ -29,8 +31,17 @@ class Contract:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.__module__.startswith(_SUITES):
-            return
+        if not cls.__module__.startswith(_SUITES):
+            cls.check_whole()
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def whole(cls) -> None:
+        """Checks again as tests begin: nothing was put into the class meanwhile, or made without `__init_subclass__`."""
+        cls.check_whole()
+
+    @classmethod
+    def check_whole(cls) -> None:
         suites = [base for base in cls.__mro__ if base.__module__.startswith(_SUITES)]
         gives = {name for suite in suites for name in vars(suite).get("__annotations__", ())}
         fixed = {name for suite in suites for name in vars(suite) if not name.startswith("__")} - gives
@@ -39,6 +50,8 @@ class Contract:
             if owner not in suites:
                 raise TypeError(f"{owner.__name__}.{name} overrides {suites[0].__name__}.{name}, which is part of the contract; "
                                 f"a subclass gives only: {', '.join(sorted(gives))}")
+        if not getattr(cls, "__test__", True):
+            raise TypeError(f"{cls.__name__}.__test__ hides the tests of {suites[0].__name__} from pytest")
         if missing := sorted(name for name in gives if not hasattr(cls, name)):
             raise TypeError(f"{cls.__name__} must give {', '.join(missing)}: see {suites[0].__name__}")
 
