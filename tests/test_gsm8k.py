@@ -19,19 +19,18 @@ GSM8K = os.environ.get("RLRUN_GSM8K")
 
 AWKWARD = ["18", "0", "-7", "1,600", "1,450,000", "-1,200", "2.50", "0.75", "12,345.67", "$18", "$1,080", "$2.50"]
 """Final answers: with a sign, thousands, decimals, a currency."""
-DISTRACTING = [
-    "96 Pokemon * 100% = 33.333...%, which rounds down to 33%",
-    "Add both: $4.00 + $2.00 = $<<4+2=6.00>>6.00",
-    "26 points + 15 points = <<26+15=41>>41 points, in 5-point and 2-point questions",
-    "28 days / 7 days/week = <<28/7=4>>4 weeks",
-]
-"""Last lines of solutions that math_verify would take for answers of their own."""
+DISTRACTING = {
+    "To get the final answer, add the fee: $3.00 + $5.00 = $<<3+5=8.00>>8.00": 8,
+    "We found the answer in days: 42 days / 7 days/week = <<42/7=6>>6 weeks": 6,
+    "The answer is rounded down: 40 eggs / 120 eggs * 100% = 33.333...%": 33,
+}
+"""Last lines of solutions in which math_verify finds answers of its own."""
 
 
 def write(directory: Path, answers: list[str]) -> Path:
     """train.jsonl and test.jsonl in GSM8K's format, with these solutions."""
     for part in ("train", "test"):
-        rows = [{"question": f"Janet\u2019s ducks ({part}, {n}): how much?", "answer": answer} for n, answer in enumerate(answers)]
+        rows = [{"question": f"Ann\u2019s ducks ({part}, {n}): how much?", "answer": answer} for n, answer in enumerate(answers)]
         (directory / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
@@ -68,33 +67,33 @@ def other(solution: str) -> str:
 
 @pytest.fixture
 def awkward(tmp_path):
-    return load(write(tmp_path, [f"So much.\n#### {a}" for a in AWKWARD] + [f"{line}\n#### {n}" for line, n in
-                                                                         zip(DISTRACTING, (33, 6, 41, 4), strict=True)]))
+    return load(write(tmp_path, [f"So much.\n#### {a}" for a in AWKWARD] + [
+        f"{line}\n#### {n}" for line, n in DISTRACTING.items()]))
 
 
 def test_rows_of_the_format(awkward):
     config, data = awkward
     assert config.reward.kind == "math_verify"
-    assert [len(data.train[0]), len(data.validation), data.counts] == [16, 16, {"rows": 32}]
+    assert [len(data.train[0]), len(data.validation), data.counts] == [15, 15, {"rows": 30}]
     assert {final(sample.answer) for sample in data.validation} >= set(AWKWARD)
 
 
 @pytest.mark.parametrize("form", PERFECT)
 def test_awkward_answers(awkward, form):
     config, data = awkward
-    assert scores(config, data.validation, PERFECT[form]) == [1.0] * 16
+    assert scores(config, data.validation, PERFECT[form]) == [1.0] * 15
 
 
 def test_wrong_answers(awkward):
     config, data = awkward
-    assert scores(config, data.validation, other) == [0.0] * 16
-    assert scores(config, data.validation, lambda solution: "I do not know.") == [0.0] * 16
+    assert scores(config, data.validation, other) == [0.0] * 15
+    assert scores(config, data.validation, lambda solution: "I do not know.") == [0.0] * 15
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not GSM8K, reason="RLRUN_GSM8K names no folder with GSM8K's train.jsonl and test.jsonl")
 def test_the_real_files():
-    """No row is lost of 7,473 and 1,319; each test row's solution, and its final answer in other forms, scores 1; one more is 0."""
+    """No row is lost of 7,473 and 1,319; each test row's solution, and its answer in other forms, scores 1; one more scores 0."""
     config, data = load(Path(str(GSM8K)))
     assert [len(data.train[0]), len(data.validation), data.counts] == [7473, 1319, {"rows": 8792}]
     found = {form: sum(scores(config, data.validation, completion)) for form, completion in PERFECT.items()}
