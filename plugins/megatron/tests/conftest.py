@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,13 @@ import torch
 
 from rlrun.batch import Batch
 from rlrun.config.schema import ActorConfig, Config, ModelConfig, OptimConfig
-from rlrun.metrics import results
 from rlrun.plugins import Plugins
-from rlrun.testing.gloo import drive
+from rlrun.testing import plain, updates
 from rlrun.testing.ranks import RankPool, ranks1, ranks2  # noqa: F401
 from rlrun.testing.tiny import save_tiny
-from rlrun.testing.updates import TokenLoss, random_batch
+from rlrun.testing.updates import TokenLoss, Update, random_batch, update
 from rlrun.workers.protocol import RoleRequest, RoleSpec
+from rlrun_megatron.plugin import MegatronConfig
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
 KINDS = {
@@ -32,25 +31,13 @@ KINDS = {
 }
 
 
-@dataclass
-class Update:
-    """What shows of one optimizer step: metrics, columns before it, those that the step kept, and the weights' movement."""
-
-    metrics: dict[str, float]
-    columns: dict[str, torch.Tensor]
-    kept: dict[str, torch.Tensor]
-    gradients: dict[str, torch.Tensor]
-
-
 def make_config(path: str | Path, backend: str = "megatron", micro: int = 4096, **megatron: Any) -> Config:
     """A config of tiny runs in float32: SGD at rate 1, so that weights move by the gradient."""
     optim = OptimConfig(name="sgd", lr=1.0, clip_grad=0.0)
-    config = Config(plugins=[backend], model=ModelConfig(path=str(path), dtype="float32"),
+    config = Config(plugins=[plain.__file__ if backend == "plain" else backend],
+                    model=ModelConfig(path=str(path), dtype="float32"),
                     actor=ActorConfig(backend=backend, optim=optim, tokens_per_micro_batch=micro))
-    section = next(i for i in Plugins.load([backend]).infos if i.name == backend).config()
-    assert megatron.keys() <= {field.name for field in fields(section)}
-    vars(section).update(megatron)
-    setattr(config, backend, section)
+    config.megatron = MegatronConfig(**megatron)
     return config
 
 
@@ -58,39 +45,8 @@ def make_batch(*lengths: int, prompt: int = 2, seed: int = 0) -> Batch:
     return random_batch(lengths, prompt, seed)
 
 
-def update(pool: Any, config: Config, batch: Batch, head: str = "lm", kind: str = "tokens", updates: int = 1) -> Update:
-    """Optimizer steps on a batch over all ranks of a pool, from the weights in the model's folder."""
-    def script(workers: Any, plugins: Any, config: Config) -> Update:
-        want = frozenset({"log_probs", "entropy"} if head == "lm" else {"values"})
-        workers.build("actor", RoleRequest(True, config.model.path, config.model.dtype, head), 10, want)
-        before = workers.call("weights", "actor")[0]
-        columns = workers.forward("actor", batch, want, 0.7)
-        for _ in range(updates):
-            kept: dict[str, torch.Tensor] = {}
-            metrics = results(workers.update("actor", batch, TokenLoss(kind), batch.denominators(), 0.7, keep=kept))
-        after = workers.call("weights", "actor")
-        for other in after[1:]:
-            assert all(torch.equal(other[name], weight) for name, weight in after[0].items())
-        return Update(metrics, columns, kept, {name: before[name] - weight for name, weight in after[0].items()})
-
-    result: Update = drive(pool, config, script)
-    return result
-
-
 def assert_same(got: Update, expected: Update, tolerance: float = 1e-5) -> None:
-    """Metrics and columns, and each parameter's gradient by ||a - b|| / ||b||."""
-    assert got.metrics == pytest.approx(expected.metrics, rel=tolerance, abs=tolerance)
-    for columns in ("columns", "kept"):
-        mine, theirs = getattr(got, columns), getattr(expected, columns)
-        assert mine.keys() == theirs.keys()
-        for name, column in theirs.items():
-            torch.testing.assert_close(mine[name], column, rtol=tolerance, atol=tolerance)
-    assert got.gradients.keys() == expected.gradients.keys()
-    assert sum(float(x.norm()) > 0 for x in expected.gradients.values()) > 0 or not expected.metrics["grad_norm"]
-    for name, gradient in expected.gradients.items():
-        # the bias of keys, of which attention is independent, has rounding errors for a gradient
-        size = max(float(gradient.norm()), 1e-2 * expected.metrics["grad_norm"])
-        assert (got.gradients[name] - gradient).norm() <= tolerance * size, name
+    updates.assert_same(got, expected, tolerance)
 
 
 def make_worker(config: Config, trainable: bool = True, head: str = "lm", total_updates: int = 10) -> Any:

@@ -110,60 +110,6 @@ def test_initial_weights(models, ranks1, ranks2, tools, tmp_path, kind):
         ranks1.run(run, {}, "lm", tmp_path / "saved")
 
 
-def test_between_backends(models, ranks1, ranks2, tools, tmp_path):
-    """Weights go from FSDP to Megatron and back by their exported folders, which transformers reads too: every bit."""
-    from transformers import AutoModelForCausalLM
-
-    batch, path = tools.make_batch(5, 9, 3), models["qwen2 tied"]
-    there = tools.make_config(path, "fsdp")
-    _, sent, _ = drive(ranks1, there, train(tools, there, batch, 1, save=tmp_path / "fsdp", contents=["hf_model"]))
-    here = tools.make_config(tmp_path / "fsdp/hf", **TP2)
-    _, taken, _ = drive(ranks2, here, train(tools, here, batch, 0))
-    assert all(torch.equal(taken[name], x) for name, x in sent.items())
-    _, moved, _ = drive(ranks2, here, train(tools, here, batch, 1, save=tmp_path / "megatron", contents=["hf_model"]))
-    back = tools.make_config(tmp_path / "megatron/hf", "fsdp")
-    _, again, _ = drive(ranks1, back, train(tools, back, batch, 0))
-    assert moved.keys() == again.keys() == sent.keys()
-    assert all(torch.equal(again[name], x) for name, x in moved.items())
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "megatron/hf").state_dict()
-    assert all(torch.equal(exported[name], x) for name, x in moved.items())
-
-
-def test_contents(models, ranks2, tools, tmp_path):
-    """Without optimizer and extra the schedule starts anew and there is no momentum; a new rate in the configuration wins over a
-    saved one: the same rates and losses as under FSDP."""
-    batch, found = tools.make_batch(5, 9, 3, 7), {}
-
-    def script(workers, plugins, config, load, contents):
-        from rlrun.metrics import results
-        from rlrun.workers.protocol import RoleRequest
-
-        workers.build("actor", RoleRequest(True, config.model.path, "float32"), 8, frozenset({"log_probs", "entropy"}))
-        if load:
-            workers.load("actor", load, contents)
-        history = [results(workers.update("actor", batch, tools.TokenLoss(), batch.denominators(), 0.7)) for _ in range(2)]
-        if not load:
-            workers.save("actor", tmp_path / config.actor.backend, CONTENTS)
-        return [(one["lr"], one["loss"], one["grad_norm"]) for one in history]
-
-    for backend in ("megatron", "fsdp"):
-        config = tools.make_config(models["qwen2"], backend, micro=16)
-        vars(config.actor.optim).update(name="adamw", lr=0.01, eps=0.1, schedule="cosine", warmup_steps=3)
-        found[backend] = [drive(ranks2, config, script, None, None)]
-        config.actor.optim.lr = 0.02
-        for contents in (["model"], ["model", "extra"], ["model", "optimizer"], CONTENTS):
-            found[backend].append(drive(ranks2, config, script, tmp_path / backend, contents))
-    rates = [[lr for lr, _, _ in history] for history in found["megatron"]]
-    assert rates[0] == pytest.approx([0.01 / 3, 0.02 / 3])
-    assert rates[1] == rates[3] == pytest.approx([0.02 / 3, 0.04 / 3])
-    assert rates[2] == rates[4] != rates[1]
-    for ours, theirs in zip(found["megatron"], found["fsdp"]):
-        for a, b in zip(ours, theirs):
-            assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
-    losses = {round(history[1][1], 5) for history in found["fsdp"][1:]}
-    assert len(losses) == 4, "each part of the state makes a difference"
-
-
 @pytest.mark.parametrize("contents, broken", [
     (["optimizer"], "rlrun_megatron.checkpoint._common"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (

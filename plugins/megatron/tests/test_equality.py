@@ -1,4 +1,4 @@
-"""The same numbers as FSDP on one rank, whatever the layout: metrics, columns, gradients, their norm."""
+"""The same numbers as the plain backend on one rank, whatever the layout: metrics, columns, gradients, their norm."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ LENGTHS = (5, 9, 3, 7, 6, 9, 2)
 
 @pytest.fixture(scope="module")
 def expected(models, ranks1, tools):
-    """What FSDP computes of a model, once."""
+    """What the plain backend computes of a model, once."""
     found = {}
 
     def of(kind, head="lm", loss="tokens", updates=1):
         key = kind, head, loss, updates
         if key not in found:
-            config = tools.make_config(models[kind], "fsdp")
+            config = tools.make_config(models[kind], "plain")
             found[key] = tools.update(ranks1, config, tools.make_batch(*LENGTHS), head, loss, updates)
         return found[key]
 

@@ -17,9 +17,9 @@ def adam(config, **optim):
 
 @pytest.mark.parametrize("layout", [
     {}, pytest.param(TP2 | {"use_distributed_optimizer": False}, marks=pytest.mark.slow)], ids=str)
-def test_adamw_is_that_of_fsdp(models, ranks1, ranks2, tools, layout):
+def test_adamw(models, ranks1, ranks2, tools, layout):
     """Decay is for all parameters, norms and biases too; clipping is by the whole gradient: one step moves every weight alike."""
-    expected = tools.update(ranks1, adam(tools.make_config(models["qwen2 tied"], "fsdp")), tools.make_batch(*LENGTHS))
+    expected = tools.update(ranks1, adam(tools.make_config(models["qwen2 tied"], "plain")), tools.make_batch(*LENGTHS))
     got = tools.update(ranks2, adam(tools.make_config(models["qwen2 tied"], micro=12, **layout)), tools.make_batch(*LENGTHS))
     assert got.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-5)
     assert expected.metrics["grad_norm"] > 0.1
@@ -36,12 +36,12 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("optim", SEVERAL, ids=str)
-def test_several_updates_are_those_of_fsdp(models, ranks1, ranks2, tools, optim):
+def test_several_updates(models, ranks1, ranks2, tools, optim):
     """Warm-up, schedule, floor, clipping and decay over five updates: rates, norms, losses and weights. Epsilon is large, so
     that AdamW's steps do not depend on the sign of gradients that are 0 but for rounding."""
     batch, rates = tools.make_batch(*LENGTHS), set()
     for updates in (1, 2, 5):
-        expected = tools.update(ranks1, adam(tools.make_config(models["qwen2 tied"], "fsdp"), **optim), batch, updates=updates)
+        expected = tools.update(ranks1, adam(tools.make_config(models["qwen2 tied"], "plain"), **optim), batch, updates=updates)
         config = adam(tools.make_config(models["qwen2 tied"], micro=12, **TP2), **optim)
         tools.assert_same(tools.update(ranks2, config, batch, updates=updates), expected, 1e-4)
         rates.add(expected.metrics["lr"])
@@ -64,7 +64,7 @@ def test_recomputed_parts(models, ranks1, ranks2, tools, kind, layout, override)
 
     import megatron.core.tensor_parallel.random as rng
 
-    expected = tools.update(ranks1, tools.make_config(models[kind], "fsdp"), tools.make_batch(*LENGTHS))
+    expected = tools.update(ranks1, tools.make_config(models[kind], "plain"), tools.make_batch(*LENGTHS))
     config = tools.make_config(models[kind], micro=12, override_transformer_config=override, **layout)
     tools.assert_same(tools.update(ranks2, config, tools.make_batch(*LENGTHS)), expected)
 
@@ -86,7 +86,7 @@ def test_recomputed_parts(models, ranks1, ranks2, tools, kind, layout, override)
     pytest.param({"average_in_collective": False, "check_for_nan_in_grad": True}, marks=pytest.mark.slow)], ids=str)
 def test_override_ddp_config(models, ranks1, ranks2, tools, override):
     """Gradients that are added over ranks bucket by bucket, during the backward pass, are the same."""
-    expected = tools.update(ranks1, tools.make_config(models["qwen2 tied"], "fsdp"), tools.make_batch(*LENGTHS))
+    expected = tools.update(ranks1, tools.make_config(models["qwen2 tied"], "plain"), tools.make_batch(*LENGTHS))
     config = adam(tools.make_config(models["qwen2 tied"], micro=12, override_ddp_config=override), lr=1e-3)
     assert tools.update(ranks2, config, tools.make_batch(*LENGTHS)).metrics["grad_norm"] == pytest.approx(
         expected.metrics["grad_norm"], rel=1e-5)
@@ -97,7 +97,7 @@ def test_override_ddp_config(models, ranks1, ranks2, tools, override):
 @pytest.mark.parametrize("layout", [TP2, pytest.param(PP2, marks=pytest.mark.slow)], ids=str)
 def test_recomputation(models, ranks1, ranks2, tools, layout):
     """Layers that are computed again in the backward pass change no number."""
-    expected = tools.update(ranks1, tools.make_config(models["llama"], "fsdp"), tools.make_batch(*LENGTHS))
+    expected = tools.update(ranks1, tools.make_config(models["llama"], "plain"), tools.make_batch(*LENGTHS))
     config = tools.make_config(models["llama"], micro=12, **layout)
     config.model.gradient_checkpointing = True
     tools.assert_same(tools.update(ranks2, config, tools.make_batch(*LENGTHS)), expected)
@@ -116,7 +116,7 @@ def test_ranks_without_work(models, ranks1, ranks2, tools):
     """One sequence for two ranks, a sequence without loss tokens, no loss tokens at all: the other rank follows."""
     for lengths in ((7,), (9, 2), (2, 2)):
         batch = tools.make_batch(*lengths)
-        expected = tools.update(ranks1, tools.make_config(models["moe"], "fsdp"), batch)
+        expected = tools.update(ranks1, tools.make_config(models["moe"], "plain"), batch)
         got = tools.update(ranks2, tools.make_config(models["moe"], micro=9, expert_model_parallel_size=2), batch)
         tools.assert_same(got, expected)
     assert expected.metrics["grad_norm"] == 0.0
@@ -154,7 +154,7 @@ def test_non_finite_gradient(models, ranks2, tools, layout):
 @pytest.mark.slow
 def test_bfloat16(models, ranks1, ranks2, tools):
     """Weights in half precision, of which the optimizer has a float32 copy: near float32."""
-    expected = tools.update(ranks1, adam(tools.make_config(models["llama"], "fsdp")), tools.make_batch(*LENGTHS))
+    expected = tools.update(ranks1, adam(tools.make_config(models["llama"], "plain")), tools.make_batch(*LENGTHS))
     for layout in (TP2, {"use_distributed_optimizer": False}):
         config = adam(tools.make_config(models["llama"], **layout))
         config.model.dtype = "bfloat16"

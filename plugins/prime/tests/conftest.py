@@ -9,9 +9,9 @@ import torch
 
 from rlrun.batch import Batch
 from rlrun.config.schema import ActorConfig, AlgorithmConfig, Config, ModelConfig, OptimConfig, StageConfig
+from rlrun.testing import plain
 from rlrun.testing.ranks import ranks1, ranks2  # noqa: F401
 from rlrun.testing.tiny import save_tiny
-from rlrun_fsdp.plugin import FsdpConfig
 from rlrun_prime.algorithm import Prime
 from rlrun_prime.plugin import PrimeConfig
 
@@ -22,10 +22,9 @@ def make_config(path: Any = "nowhere", prime: dict[str, Any] | None = None, **al
     """One stage of PRIME on a float64 model; the reward model learns by SGD."""
     sgd = {"name": "sgd", "clip_grad": 0.0}
     options = {"name": "prime", "advantage": "rloo", "prompts_per_step": 4, **algorithm}
-    config = Config(plugins=["fsdp", "prime"], model=ModelConfig(path=str(path), dtype="float64"),
+    config = Config(plugins=[plain.__file__, "prime"], model=ModelConfig(path=str(path), dtype="float64"),
                     stages=[StageConfig(AlgorithmConfig(**options), steps=2)],
-                    actor=ActorConfig(optim=OptimConfig(lr=1.0, **sgd), tokens_per_micro_batch=4096))
-    config.fsdp = FsdpConfig()
+                    actor=ActorConfig(backend="plain", optim=OptimConfig(lr=1.0, **sgd), tokens_per_micro_batch=4096))
     config.prime = PrimeConfig(**{"optim": OptimConfig(lr=20.0, **sgd), **(prime or {})})
     return config
 

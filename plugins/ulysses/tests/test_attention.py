@@ -65,7 +65,7 @@ def test_not_listed_not_there(gpt2, ranks1, tools):
         return [name for name in ALL_ATTENTION_FUNCTIONS if _MARK in name]
 
     config = tools.make_config(gpt2, 1)
-    config.plugins = ["fsdp"]
+    config.plugins.remove("ulysses")
     tools.update(ranks1, config, tools.make_batch(5, 3))
     assert ranks1.run(run) == [[]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlrun.testing import plain
 from rlrun.testing.contracts.attention import AttentionContract
 from rlrun.testing.contracts.base import PluginContract
 
@@ -13,7 +14,7 @@ class TestPlugin(PluginContract):
 class TestUlysses(AttentionContract):
     """Cases 55, 56, 57, 62: gradients, uneven micro-batches, labels at the cut, loss tokens on one rank alone or nowhere."""
 
-    plugins = ["fsdp", "ulysses"]
-    backend = "fsdp"
+    plugins = [plain.__file__, "ulysses"]
+    backend = "plain"
     spread = {"ulysses": {"size": 2}}
     apart = {"ulysses": {"size": 1}}

@@ -74,9 +74,3 @@ def test_four_ranks(folder, ranks1, ranks4, tools, size, sections):
     batch = make_batch(*MIXED)
     assert (IMAGE_TOKEN, IMAGE_TOKEN) in cuts(batch, size)
     both((ranks1, ranks4), tools, folder, batch, size, **sections)
-
-
-@pytest.mark.slow
-def test_compiled_layers(folder, ranks1, ranks2, tools):
-    """Decoder layers are compiled, a vision tower's blocks are not."""
-    both((ranks1, ranks2), tools, folder, make_batch(*MIXED), 2, fsdp={"compile": True})

@@ -35,8 +35,8 @@ def test_layout(gpt2, tools):
 def test_two_of_a_kind(gpt2, tools, tmp_path):
     """Only one plugin may spread sequences over ranks."""
     (tmp_path / "second.py").write_text(SECOND)
-    plugins = Plugins.load(["fsdp", "ulysses", str(tmp_path / "second.py")])
     config = tools.make_config(gpt2, 1)
+    plugins = Plugins.load([*config.plugins, str(tmp_path / "second.py")])
     config.resources.train_ranks = 2
     assert plugins.layout(config).dp == 1
     config.ulysses.size = 2
