@@ -219,6 +219,8 @@ def test_structure_is_kept(load):
                   "reward.kwargs.off=off")
     assert config.rollout.stop == ["a", "b"]
     assert config.reward.kwargs == {"path": "rewards.py:score", "limit": 3, "deep": {"er": 0.001}, "off": False}
+    assert load("reward.kwargs={}").reward.kwargs == {}
+    assert load("actor.optim.lr=0.5", "actor.optim={}").actor.optim.lr == 0.5
     assert load("data.train=[{kind: parquet, path: 1e3}]").data.train[0].path == "1e3"
 
 

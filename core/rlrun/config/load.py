@@ -159,7 +159,7 @@ def _apply(values: DictConfig, cls: type[Config], key: str, text: str, problems:
     before = len(problems)
     value = typed(override_node(text, kind, key), kind, key, problems)
     if len(problems) == before:
-        OmegaConf.update(values, key, value)
+        OmegaConf.update(values, key, value, merge=value != {} or is_dataclass(unwrap(kind)[0]))  # {} empties an open mapping
 
 
 def _preset(values: DictConfig, cls: type[Config], data: dict[str, Any], overrides: Sequence[tuple[str, str]],
