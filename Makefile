@@ -9,7 +9,7 @@ DEMO_MODEL := build/demo-model
 # Ranks are processes of their own, so each takes one thread.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-slow lint docs bench
+.PHONY: setup demo test test-slow wheels test-wheels test-isolated lint docs bench
 
 setup: $(READY)
 
@@ -37,8 +37,21 @@ demo: $(READY) $(DEMO_MODEL)/config.json
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
-test-slow: $(READY)
+test-slow: $(READY) test-isolated
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --durations 25
+
+wheels: $(READY)
+	rm -rf build/wheels && mkdir -p build/wheels
+	set -e; for package in core plugins/*/; do \
+		$(BIN)/python -m build --wheel --no-isolation --outdir build/wheels $$package >build/wheels.log 2>&1 || { cat build/wheels.log; exit 1; }; done
+
+# from wheels alone, third-party packages borrowed from .venv
+test-wheels: wheels
+	.ci/wheels
+
+# each plugin's wheel with core's alone, in an environment of its own
+test-isolated: wheels
+	.ci/isolated
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -132,21 +131,3 @@ def test_metrics_keep_to_their_own_name(model, tmp_path):
     path = runs.write_run(tmp_path, model, runs.grpo(1))
     with pytest.raises(PluginError, match="rude.*actor/samples"):
         train(path, add=[str(tmp_path / "rude.py")])
-
-
-def test_wheels(tmp_path):
-    """The wheels of core and FSDP hold the package alone, and `rl-run` works from a folder with just these."""
-    wheels = []
-    for package, name in (("core", "rlrun"), ("plugins/fsdp", "rlrun_fsdp")):
-        wheels.append(build(ROOT / package, tmp_path / name))
-        tops = {item.split("/")[0] for item in zipfile.ZipFile(wheels[-1]).namelist()}
-        assert {top for top in tops if not top.endswith(".dist-info")} == {name}
-    target = install(wheels, tmp_path / "site")
-    code = ("import sys, rlrun, rlrun_fsdp; sys.argv = ['rl-run', *sys.argv[1:]]; "
-            f"assert rlrun.__file__.startswith({str(target)!r}) and rlrun_fsdp.__file__.startswith({str(target)!r}); "
-            "from rlrun.cli import main; main()")
-    for arguments, said in ((["--version"], "rlrun 0.1"), (["plugins"], "fsdp")):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240, cwd=tmp_path,
-                              env=runs.environment({"PYTHONPATH": str(target)}))
-        assert done.returncode == 0, done.stderr
-        assert said in done.stdout
