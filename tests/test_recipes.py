@@ -23,6 +23,7 @@ from locally import load, train
 
 from rlrun.config.load import to_yaml
 from rlrun.config.schema import SourceConfig
+from rlrun.config.validate import validate_resolved
 from rlrun.folder import flat
 from rlrun.rewards.function import load_file
 from rlrun.testing.tiny import CHATML, save_tiny
@@ -66,6 +67,7 @@ class Recipe:
     check: Callable[[Made], None] = lambda made: None
     data: tuple[str, ...] = ()  # files for data.train and data.validation; none: the recipe's own sources, shorter
     model: str = "answering"
+    shared: int = 1  # ranks that share each sequence or layer, here and on the recipe's own number of GPUs
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -145,8 +147,8 @@ RECIPES = {
     "gsm8k": Recipe(check=gsm8k, data=QUESTIONS),
     "dapo": Recipe(check=dapo, data=("math.parquet", "math_unseen.parquet")),
     "ppo": Recipe(check=ppo, data=QUESTIONS),
-    "ulysses": Recipe(check=ulysses, data=MATH),
-    "megatron": Recipe(check=megatron, data=MATH),
+    "ulysses": Recipe(check=ulysses, data=MATH, shared=2),
+    "megatron": Recipe(check=megatron, data=MATH, shared=2),
     "async": Recipe(check=ahead, data=MATH),
     "sft": Recipe(check=sft, loss="sft/loss", data=MATH),
     "dpo": Recipe(check=dpo, loss="dpo/loss", data=("pairs.jsonl",)),
@@ -273,6 +275,10 @@ def test_recipe(name, folder, tmp_path, left):
     recipe = RECIPES[name]
     path, plugins = command(name)
     config, _ = load(path, add=plugins)
+    whole, found = load(path, f"model.path={folder / recipe.model}", add=plugins)
+    validate_resolved(whole, found)
+    assert found.layout(whole).dp * recipe.shared == whole.resources.train_ranks
+
     new = changed(config, recipe, folder, tmp_path)
     (tmp_path / "spread.py").write_text(SPREAD.replace("SEEN", str(tmp_path / "seen")))
     listed = ",".join([*plugins, str(tmp_path / "spread.py")])
