@@ -32,7 +32,7 @@ def both(one, two, path, batch, dtype="float64", fsdp=None, model=None, head="lm
     configs = []
     for size in (1, 2):
         config = Config(model=ModelConfig(path=str(path), dtype=dtype), actor=ActorConfig(
-            optim=OptimConfig(name="sgd", lr=1.0, clip_grad=0.0), tokens_per_micro_batch=4096 if size == 1 else 16))
+            optim=OptimConfig(name="sgd", lr=1.0, clip_grad=0.0), tokens_per_micro_batch=4096 if size == 1 else 18))
         sections = {"ulysses": {"size": size}, "fsdp": fsdp or {}, "model": model or {}}
         configs.append(configure(config, Plugins.load(["fsdp", "ulysses"]), sections))
     return update(two, configs[1], batch, head), update(one, configs[0], batch, head)
