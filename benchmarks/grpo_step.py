@@ -77,6 +77,10 @@ def floor_update() -> dict[str, Any]:
 REWARD = "def letters(item):\n    return min(1.0, item.completion.count('a') / 20)\n"
 
 
+PRIME = {"reference": "policy", "accuracy_range": [0.0, 1.0], "drop_truncated": False}
+"""Every group is kept, as none of a random model's would be: the work of a step is then that of RLOO's and the reward model's."""
+
+
 def prepare() -> None:
     """The model's folder, from a process that lets go of the GPU."""
     FOLDER.mkdir(exist_ok=True)
@@ -114,15 +118,7 @@ def arranged(name: str, backend: str, train: int, rollout: int, steps: int) -> d
 
 def ours(steps: int, algorithm: str) -> dict[str, Any]:
     config = settings(f"{algorithm}-{int(time.time())}", steps, algorithm)
-    return train(config)
-
-
-def prime(steps: int, reference: str) -> dict[str, Any]:
-    """Every group is kept, as none of a random model's would be: the work of a step is then RLOO's and the reward model's."""
-    options = {"reference": reference, "accuracy_range": [0.0, 1.0], "drop_truncated": False}
-    config = settings(f"prime-{int(time.time())}", steps, "prime") | {"plugins": ["fsdp", "prime"], "prime": options}
-    config["rollout"]["gap_fraction"] = 1.0 if reference == "rollout" else 0.0625
-    return train(config)
+    return train(config | ({"plugins": ["fsdp", "prime"], "prime": PRIME} if algorithm == "prime" else {}))
 
 
 def train(config: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
@@ -166,8 +162,7 @@ def trl() -> dict[str, Any]:
 PARTS = {
     "engine": (engine, 150), "update": (floor_update, 90), "trl": (trl, 240),
     "ours": (lambda: ours(20 if CUDA else 3, "grpo"), 330), "rloo": (lambda: ours(8 if CUDA else 3, "rloo"), 180),
-    "prime": (lambda: prime(8 if CUDA else 3, "policy"), 240),
-    "prime, rollout": (lambda: prime(8 if CUDA else 3, "rollout"), 240),
+    "prime": (lambda: ours(8 if CUDA else 3, "prime"), 240),
 }
 """And seconds that each needs."""
 
@@ -186,7 +181,7 @@ def report(found: dict[str, Any]) -> None:
         if name in found:
             print(f"{name}: " + ", ".join(f"{s:.2f}" for s in found[name]["seconds"]) + f" s, median {middle(name):.2f}")
     steps = {}
-    for name in ("ours", "rloo", "prime", "prime, rollout"):
+    for name in ("ours", "rloo", "prime"):
         if name in found:
             phases, metrics = split(found[name]), found[name]["metrics"]
             steps[name] = phases["step"]
@@ -198,10 +193,10 @@ def report(found: dict[str, Any]) -> None:
         print(f"step {steps['ours']:.2f} s = {steps['ours'] / floor:.3f} x floor ({floor:.2f} s)")
     if {"ours", "trl"} <= found.keys():
         print(f"step = {steps['ours'] / middle('trl'):.3f} x TRL's")
-    for name in {"prime", "prime, rollout"} & found.keys() if "rloo" in found else ():
-        more, update = steps[name] - steps["rloo"], split(found["rloo"])["update_actor"]
-        print(f"PRIME's step ({name}) {steps[name]:.2f} s, RLOO's {steps['rloo']:.2f}: {more / steps['rloo']:.1%} of RLOO's step "
-              f"more, {more / update:.2f} x its update")
+    if {"rloo", "prime"} <= found.keys():
+        more, update = steps["prime"] - steps["rloo"], split(found["rloo"])["update_actor"]
+        print(f"PRIME's step {steps['prime']:.2f} s, RLOO's {steps['rloo']:.2f}: {more / steps['rloo']:.1%} of RLOO's step more, "
+              f"{more / update:.2f} x its update")
 
 
 def main() -> None:

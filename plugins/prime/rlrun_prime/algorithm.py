@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 FORMS = ("rloo", "grpo", "reinforce_pp", "gae")
 """Advantages that have a form with process rewards."""
-REFERENCE_COLUMNS = {"policy": "log_probs", "rollout": "rollout_log_probs"}
-"""Columns of a step's batch that serve as the reward model's reference."""
 _NO_SIGNAL = 1e-3
 """Nats a token: mean log-ratios that differ by less say nothing yet, and are not scaled up further."""
 _SMALL = 0.01
@@ -93,7 +91,7 @@ class Prime(PolicyAlgorithm):
     def score(self, batch: Batch, workers: WorkerGroup) -> dict[str, Value]:
         """Add `process_rewards` [T], and the samples' whole rewards before and after the update where they are known; train."""
         began, update = time.perf_counter(), self.prime.update
-        _check(batch, {"ids", "loss_mask", "group", "correct"} | set(filter(None, [REFERENCE_COLUMNS.get(self.prime.reference)])))
+        _check(batch, {"ids", "loss_mask", "group", "correct"} | ({"log_probs"} if self.prime.reference == "policy" else set()))
         batch.tokens[REFERENCE] = self._reference(batch, workers)
         part = Batch(batch.cu_seqlens, {name: batch.tokens[name] for name in ("ids", "loss_mask", REFERENCE)},
                      {name: batch.sequences[name] for name in ("group", "correct")}, batch.ragged)
@@ -106,8 +104,8 @@ class Prime(PolicyAlgorithm):
             metrics, kept = self._train(part, minis, workers)
             if kept is not None:
                 rewards.setdefault("before", implicit(kept, part, self.prime.beta))
-        if update == "before" or not rewards:
-            rewards["after"] = self._rewards(part, workers)
+        if update == "before" or not rewards:  # or else an update had nothing to learn from, and the model is as it was
+            rewards["after" if update == "before" else "before"] = self._rewards(part, workers)
         for when, reward in rewards.items():
             batch.sequences[COLUMNS[when]] = batch.sums(reward)
         batch.tokens["process_rewards"] = self._placed(rewards["after" if "after" in rewards else "before"], batch)
@@ -115,8 +113,8 @@ class Prime(PolicyAlgorithm):
         return metrics | {"prime/leftovers": Value(len(self.leftovers)), "timing_s/prm": Value(time.perf_counter() - began)}
 
     def _reference(self, batch: Batch, workers: WorkerGroup) -> Tensor:
-        if column := REFERENCE_COLUMNS.get(self.prime.reference):
-            return batch.tokens[column]
+        if self.prime.reference == "policy":
+            return batch.tokens["log_probs"]
         if "prm_ref" not in workers.roles:  # it is the policy's own reference
             return batch.tokens["ref_log_probs"]
         return workers.forward("prm_ref", batch, {"log_probs"}, self.temperature)["log_probs"]
@@ -213,10 +211,8 @@ def _problems(p: PrimeConfig, config: Config, stage: StageConfig) -> Iterator[st
         yield "prime.process_coef and prime.outcome_coef are both 0: nothing is left to learn from"
     if p.granularity == "segment" and not p.delimiter:
         yield "prime.granularity segment needs a prime.delimiter"
-    if p.reference != "sft" and p.reference_path is not None:
-        yield f"prime.reference_path has no effect with prime.reference {p.reference}"
-    if p.reference == "rollout" and config.rollout.gap_fraction < 1 and o.correction == "none":
-        yield "prime.reference rollout needs the engine's log-probabilities of every sample: set rollout.gap_fraction=1"
+    if p.reference == "policy" and p.reference_path is not None:
+        yield "prime.reference_path has no effect with prime.reference policy"
     if p.update == "none" and p.reference == "sft" and p.reference_path in (None, p.path):
         yield ("prime.update none with a reference equal to the reward model makes every process reward 0: name the models that "
                "it was trained from and is, prime.reference_path and prime.path")

@@ -18,8 +18,8 @@ class PrimeConfig:
     beta: float = opt(0.05, "a token's process reward is beta * (log-probability under the reward model - under its reference)",
                       gt=0)
     path: Optional[str] = opt(None, "folder of the reward model as it starts; default: the policy at the stage's start")
-    reference: str = opt("sft", "sft: a frozen model; policy: the policy before the step's updates, one model less; rollout: "
-                         "that policy as the engine computed it, and one pass less", choices=("sft", "policy", "rollout"))
+    reference: str = opt("sft", "sft: a frozen model; policy: the policy before the step's updates, and one model less",
+                         choices=("sft", "policy"))
     reference_path: Optional[str] = opt(None, "sft: folder of the frozen reference; default: the reward model as it starts")
     optim: OptimConfig = field(default_factory=_optim)
     loss: str = opt("ce", "what the reward model learns by: cross-entropy of each sample, or pairs of a prompt's samples",
