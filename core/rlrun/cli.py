@@ -166,7 +166,8 @@ def doctor(
 
 @app.command("new-plugin")
 def new_plugin(
-    name: Annotated[str, typer.Argument(help="Name of the plugin: lower-case, such as short-answers.")],
+    name: Annotated[str, typer.Argument(
+        help="Lower-case, such as short-answers; the plugin and its section are then short_answers.")],
     kind: Annotated[str, typer.Option("--kind", help="algorithm, backend, reward, rollout or tracker.")],
     debug: Debug = False,
 ) -> None:

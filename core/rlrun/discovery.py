@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 from dataclasses import dataclass, field, is_dataclass
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -93,7 +94,9 @@ def find(item: str, source: bytes | None, available: dict[str, list[EntryPoint]]
     candidates = available.get(item, [])
     if not candidates:
         names = ", ".join(sorted(set(available) - {"builtin"})) or "none"
-        hint = f"pip install rlrun-{item}, or correct the name; a plugin in a file is given as ./{item}.py"
+        close = get_close_matches(item.replace("-", "_"), available, 1)
+        hint = (f"did you mean {close[0]}?" if close else
+                f"pip install rlrun-{item}, or correct the name; a plugin in a file is given as ./{item}.py")
         raise PluginError(f"plugin {item!r} is not installed; installed plugins: {names}", hint)
     if len(candidates) > 1:
         dists = " and ".join(f"{e.dist.name} {e.dist.version}" if e.dist else e.value for e in candidates)

@@ -38,6 +38,7 @@ def new_plugin(name: str, kind: str, parent: Path) -> Path:
         "Class": "".join(map(str.capitalize, plain.split("_"))), "article": "an" if algorithm else "a",
         "list": ",".join(listed), "quoted": ", ".join(f'"{item}"' for item in listed),
         "needs": ", ".join(f'"{dist}~={minor}.0"' for dist in needs),
+        "presets": f',\n                      presets={{"{plain}": {{"advantage": "grpo"}}}}' if algorithm else "",
         "keys": '\n    scale: float = opt(1.0, "factor of all advantages", gt=0)' if algorithm else ""}
     files = {
         "pyproject.toml": "pyproject.toml", "README.md": "README.md", ".github/workflows/test.yml": "test.yml",

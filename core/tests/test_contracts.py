@@ -28,7 +28,8 @@ class TestBuiltin(PluginContract):
 
 for name in [*PRESETS, "sft", "dpo"]:
     globals()[f"Test_{name}"] = type(f"Test_{name}", (AlgorithmContract,), {
-        "__module__": __name__, "plugins": [], "algorithm": name, "options": OPTIONS.get(name, {})})
+        "__module__": __name__, "plugins": [], "algorithm": name, "options": OPTIONS.get(name, {}),
+        "per_group": name in PRESETS and PRESETS[name]["advantage"] in ("grpo", "rloo", "opo", "pass_at_k")})
 
 
 class TestHf(RolloutContract):
@@ -66,7 +67,7 @@ from rlrun.workers.protocol import Term
 @hookimpl
 def plugin_info():
     return PluginInfo(name="wrong", api_version=1, provides={
-        "algorithm": {name: f"wrong:{name.capitalize()}" for name in ("position", "leaks", "mean", "forgets", "local")},
+        "algorithm": {name: f"wrong:{name.capitalize()}" for name in ("position", "leaks", "mean", "forgets", "local", "blind")},
         "reward": {"counts": "wrong:Counts"}, "tracker": {"twice": "wrong:Twice"}})
 
 
@@ -86,6 +87,12 @@ class Leaks(PolicyAlgorithm):
     """Multiplies by the mask."""
     def estimate(self, batch, totals):
         return totals[batch.sequence_ids] + (batch.tokens["log_probs"] * batch.tokens["loss_mask"]).mean()
+
+
+class Blind(PolicyAlgorithm):
+    """Looks at no group."""
+    def estimate(self, batch, totals):
+        return (totals - totals.mean())[batch.sequence_ids] * batch.tokens["loss_mask"]
 
 
 class Loss:
@@ -145,11 +152,11 @@ def suite(contract, plugin, **given):
 
 @pytest.mark.parametrize("name, test", [
     ("position", "test_advantages"), ("leaks", "test_advantages"), ("mean", "test_losses"), ("forgets", "test_state"),
-    ("local", "test_losses"),
+    ("local", "test_losses"), ("blind", "test_groups"),
 ])
 def test_wrong_algorithms_fail(wrong, name, test):
     with pytest.raises((AssertionError, AttributeError)):
-        getattr(suite(AlgorithmContract, wrong, algorithm=name), test)()
+        getattr(suite(AlgorithmContract, wrong, algorithm=name, per_group=True), test)()
 
 
 def test_wrong_rewards_and_trackers_fail(wrong, tmp_path):
@@ -180,7 +187,7 @@ class Lenient:
     ((AlgorithmContract,), {"test_losses": lambda self: None}, "Mine.test_losses overrides AlgorithmContract.test_losses"),
     ((Lenient, AlgorithmContract), {}, "Lenient.test_losses overrides"),
     ((AlgorithmContract,), {"batch": lambda self, fill=0.0: None}, "Mine.batch overrides"),
-    ((AlgorithmContract,), {"test_state": None}, "only: algorithm, options, plugins, sections"),
+    ((AlgorithmContract,), {"test_state": None}, "only: algorithm, options, per_group, plugins, sections"),
 ])
 def test_a_suite_cannot_be_weakened(bases, given, said):
     """Neither by overriding, nor by a base beside the suite."""

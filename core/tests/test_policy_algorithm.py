@@ -123,6 +123,17 @@ def test_overlong_punishment():
     assert results(metrics)["reward/overlong"] == -0.375
 
 
+def test_advantages_are_of_tokens():
+    """A plugin's `estimate` that gives one advantage a sample is told so, by its name."""
+    class Mine(PolicyAlgorithm):
+        def estimate(self, batch, totals):
+            return totals
+
+    made = Mine(SimpleNamespace(rollout=SimpleNamespace(max_new_tokens=10)), SimpleNamespace(algorithm=AlgorithmConfig()))
+    with pytest.raises(ValueError, match=r"Mine.estimate returned \[2\] advantages for 2 samples; there must be one a token, \[7"):
+        made.advantages(ragged([2, 3]))
+
+
 def test_truncated_samples_leave_the_losses():
     """DAPO's overlong filtering: a sample that hit the limit has no gradient; its group's baseline and the metrics see it."""
     batch, whole = ragged([10, 2, 4, 4]), ragged([10, 2, 4, 4])

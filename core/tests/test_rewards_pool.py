@@ -175,6 +175,19 @@ def test_weighted_sum_logs_each_part(make, rewards):
     assert (score.correct, score.pred) == (1.0, "42")
 
 
+def test_two_parts_with_answers(make, rewards):
+    """What validation reads is the first part's, and no number to log of either."""
+    rich = RewardPart(kind="function", kwargs={"path": f"{rewards}:rich"})
+    (score,) = make(parts=[rich, rich]).score([item("ab")])
+    assert score.parts == {"function": 0.4, "function/format": 0.5, "function_2": 0.4, "function_2/format": 0.5}
+    assert (score.correct, score.pred) == (1.0, "42")
+
+
+def test_a_name_that_a_function_does_not_take_is_an_error_at_once(make, rewards):
+    with pytest.raises(ValueError, match="unexpected keyword argument 'colour'"):
+        make(parts=[RewardPart(kind="function", kwargs={"path": f"{rewards}:rich", "colour": 1})]).score([item("ab")])
+
+
 def test_a_reward_that_cannot_be_made_is_an_error_at_once(make, rewards):
     began = time.monotonic()
     with pytest.raises(ValueError, match="start must not be negative"):

@@ -63,6 +63,9 @@ class PolicyAlgorithm(Algorithm):
         penalty, kl_metrics = self._kl_penalty(batch)
         tokens["token_rewards"] = advantages.at_last_token(rewards, batch) - penalty
         tokens["advantages"] = self.estimate(batch, rewards - batch.sums(penalty))
+        if (shape := tuple(tokens["advantages"].shape)) != (batch.num_tokens,):
+            raise ValueError(f"{type(self).__name__}.estimate returned {list(shape)} advantages for {len(batch)} samples; there "
+                             f"must be one a token, [{batch.num_tokens}]: see rlrun.algorithms.advantages.to_tokens")
         metrics |= kl_metrics
         dropped = torch.zeros(len(batch), dtype=torch.bool)
         if o.correction != "none":

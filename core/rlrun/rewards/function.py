@@ -23,6 +23,8 @@ class FunctionReward:
         target = load_object(path)
         if not callable(target):
             raise ValueError(f"reward {path!r} is not a function or class, but {type(target).__name__}")
+        if not inspect.isclass(target):
+            inspect.signature(target).bind(None, **kwargs)  # names that it does not take show now, not at each sample
         made: Any = target(**kwargs) if inspect.isclass(target) else functools.partial(target, **kwargs)
         self.function: Callable[[RewardItem], Any] = made
 

@@ -88,8 +88,8 @@ def _score(item: RewardItem) -> tuple[Score, str]:
         value = outcome.pop("score")
         total += part.weight * value
         first = first if logged else value
-        correct = outcome.pop("correct", None) if correct is None else correct
-        pred = outcome.pop("pred", None) if pred is None else pred
+        said, right = outcome.pop("pred", None), outcome.pop("correct", None)
+        pred, correct = said if pred is None else pred, right if correct is None else correct
         logged[part.name] = value
         logged |= {f"{part.name}/{name}": number for name, number in outcome.items()}
     return Score(total, first if correct is None else correct, logged, pred), ""

@@ -33,6 +33,9 @@ class AlgorithmContract(Contract):
     algorithm: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
     """Fields of the stage's `algorithm` section besides the name."""
+    per_group: ClassVar[bool] = False
+    """Whether the advantages of a prompt's samples depend on its own samples alone; then that is tested. No other test knows
+    what advantages ought to be: compare yours with numbers of your own."""
 
     def make(self) -> Algorithm:
         plugins = Plugins.load(self.plugins)
@@ -43,8 +46,11 @@ class AlgorithmContract(Contract):
         return made
 
     def batch(self, fill: float = 0.0) -> Batch:
-        """Four prompts with two samples each, interleaved; the last prompt's samples have one reward, one sample has no token in
-        the loss. Slots outside the loss are `fill` in every column that an algorithm reads."""
+        """Four prompts with two samples each, interleaved (group 0, 1, 2, 0, 1, 2, 3, 3; reward 1, 0, .5, .25, .75, .25, .5, .5);
+        the last sample has no token in the loss. Slots outside the loss are `fill` in every column that an algorithm reads.
+
+        For groups of other sizes make a batch: `Batch.from_sequences([{"ids": [1, 2], "loss_mask": [False, True]}] * 5,
+        {"group": ..., "reward": ...})`, and give it to `self.make().estimate(batch, rewards)`."""
         batch = random_batch((5, 9, 6, 7, 6, 9, 4, 2), 2, dtype=torch.float64)
         rewards = torch.tensor([1.0, 0.0, 0.5, 0.25, 0.75, 0.25, 0.5, 0.5], dtype=torch.float64)
         batch.sequences = {
@@ -106,6 +112,16 @@ class AlgorithmContract(Contract):
                                    expected.select(ORDER).tokens["advantages"][shuffled.tokens["loss_mask"]],
                                    rtol=TOLERANCE, atol=TOLERANCE)
         assert same.keys() == metrics.keys()
+
+    def test_groups(self) -> None:
+        """Where `per_group` says so: other rewards for one prompt leave the others' advantages alone."""
+        if not self.per_group:
+            return
+        batch = self.batch()
+        batch.sequences["reward"][[0, 3]] = torch.tensor([0.0, 3.0], dtype=torch.float64)
+        others = (batch.sequences["group"] != 0)[batch.sequence_ids] & batch.tokens["loss_mask"]
+        got, expected = (self.scored(b)[1].tokens["advantages"][others] for b in (batch, self.batch()))
+        torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
     def test_losses(self) -> None:
         """Losses pickle; terms are sums, so that micro-batches add up to the batch; slots outside the loss change neither a term

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rlrun.config.schema import Config
+from rlrun.config.values import compose, keys_of, typed, unknown
 from rlrun.discovery import GROUP
 from rlrun.plugins import Plugins
 
@@ -81,7 +83,9 @@ class PluginContract(Contract):
 
 
 def configure(config: Config, plugins: Plugins, *sections: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Give a configuration the sections of its plugins, and fields of sections other values. Nested sections take a mapping."""
+    """Give a configuration the sections of its plugins, and fields of sections other values. Nested sections take a mapping.
+
+    Raises ValueError for a key that is not there, and for a value that a configuration could not have."""
     config.plugins = [item for item, _ in plugins.recipe]
     for info in plugins.infos:
         if info.config and not hasattr(config, info.name):
@@ -92,9 +96,15 @@ def configure(config: Config, plugins: Plugins, *sections: Mapping[str, Mapping[
 
 
 def _set(section: Any, values: Mapping[str, Any], key: str) -> None:
+    known, problems = keys_of(type(section)), list[str]()
     for name, value in values.items():
-        assert hasattr(section, name), f"there is no key {key}.{name}"
+        path = f"{key}.{name}"
+        if name not in known:
+            raise ValueError(unknown(path, known))
         if isinstance(value, Mapping) and is_dataclass(getattr(section, name)):
-            _set(getattr(section, name), value, f"{key}.{name}")
+            _set(getattr(section, name), value, path)
         else:
-            setattr(section, name, value)
+            plain = not is_dataclass(value)
+            setattr(section, name, typed(compose(json.dumps(value), path), known[name], path, problems) if plain else value)
+    if problems:
+        raise ValueError("; ".join(problems))
