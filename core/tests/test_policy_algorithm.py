@@ -130,7 +130,7 @@ def test_advantages_are_of_tokens():
             return totals
 
     made = Mine(SimpleNamespace(rollout=SimpleNamespace(max_new_tokens=10)), SimpleNamespace(algorithm=AlgorithmConfig()))
-    with pytest.raises(ValueError, match=r"Mine.estimate returned \[2\] advantages for 2 samples; there must be one a token, \[7"):
+    with pytest.raises(ValueError, match=r"Mine.estimate returned \[2\] advantages for 2 samples; there must be one a token"):
         made.advantages(ragged([2, 3]))
 
 
