@@ -73,6 +73,7 @@ def test_between_backends(ranks1, ranks2, tmp_path):  # noqa: F811
     assert all(torch.equal(exported[name], x) for name, x in moved.items())
 
 
+@pytest.mark.slow
 def test_contents(ranks2, tmp_path):  # noqa: F811
     """Without optimizer and extra the schedule starts anew and there is no momentum; a new rate in the configuration wins over a
     saved one: the same rates and losses as under FSDP."""
