@@ -222,6 +222,10 @@ def test_reasoning_gym_rows_carry_their_entry():
     rows = list(sources.ReasoningGym(config).rows())
     assert [row.uid for row in rows] == [f"sums/{i}" for i in range(1, 6)]
     assert rows == list(sources.ReasoningGym(config).rows())
+    seeds = [{}, {}, {"seed": 0}]
+    unseeded = [SourceConfig(kind="reasoning_gym", path="chain_sum", options={"size": 20, **seed}) for seed in seeds]
+    first, *again = ([row.prompt for row in sources.ReasoningGym(one).rows()] for one in unseeded)
+    assert again == [first, first], "the same in every process, without a seed too"
     assert rows[0].extra["reasoning_gym"]["dataset"] == "chain_sum"
     assert rows[0].extra["reasoning_gym"]["entry"]["answer"] == rows[0].answer
     with pytest.raises(ValueError, match="no dataset 'chain_summ'; it has .*chain_sum"):

@@ -172,7 +172,7 @@ def _services(config: Config) -> Iterator[str]:
         yield f"checkpoint.load_contents has {', '.join(sorted(lacking))}, which checkpoint.save_contents lacks"
     if resources.launcher == "local" and (resources.train_ranks, resources.rollout_ranks) != (1, 0):
         yield (f"resources.launcher local runs one rank, but resources.train_ranks is {resources.train_ranks} and "
-               f"resources.rollout_ranks {resources.rollout_ranks}")
+               f"resources.rollout_ranks {resources.rollout_ranks}: set resources.launcher=ray")
     if config.rollout.max_staleness and not resources.rollout_ranks:
         yield "rollout.max_staleness needs resources.rollout_ranks: a rank cannot generate while it trains"
     if config.rollout.max_staleness and "model" in (config.reward.kind, *(part.kind for part in config.reward.parts)):

@@ -83,7 +83,8 @@ class Datasets(_Records):
 
 
 class ReasoningGym:
-    """A reasoning-gym dataset: `path` is its name, `options` go to `reasoning_gym.create_dataset` (size, seed, ...).
+    """A reasoning-gym dataset: `path` is its name, `options` go to `reasoning_gym.create_dataset` (size, seed, ...);
+    the seed is 0 by default.
 
     Every row carries its entry in `extra`, which the reward `reasoning_gym` scores with the dataset's own scorer."""
 
@@ -100,7 +101,7 @@ class ReasoningGym:
         if name not in DATASETS:
             raise ValueError(f"reasoning_gym has no dataset {name!r}; it has {', '.join(sorted(DATASETS))}")
         try:
-            dataset = reasoning_gym.create_dataset(name, **config.options)
+            dataset = reasoning_gym.create_dataset(name, **{"seed": 0, **config.options})  # its own default is another every time
         except (TypeError, AssertionError, ValueError) as error:
             raise ValueError(f"reasoning_gym dataset {name!r} with options {dict(config.options)}: {error}") from error
         for number, entry in enumerate(dataset, 1):

@@ -123,8 +123,10 @@ class Worker(Protocol):
 
         `denominators` counts the whole mini-batch, over all shards, by kind; micro-batches keep every `atom` whole. Returns the
         loss's terms as (sum, count), and `grad_norm` (of the full gradient, before clipping), `lr` and `skipped` (1 where the
-        gradient was not finite and nothing was changed), equal on all ranks, as maxima. `keep` is filled with the outputs that
-        the update's own forward computed, of the model before the step: what `forward` would have returned."""
+        gradient was not finite and nothing was changed), equal on all ranks, as maxima. Further metrics are the backend's own and
+        named PLUGIN/...: of several updates and ranks `Value(a, b)` is sum a / sum b, and `Value(a)` the largest. `keep` is
+        filled with the outputs that the update's own forward computed, of the model before the step: what `forward` would have
+        returned."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under the names, shapes and order of content that save_pretrained writes."""

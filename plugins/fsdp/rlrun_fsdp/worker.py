@@ -38,6 +38,10 @@ class FsdpWorker:
     Parameters that train are kept in float32 (float64 where model.dtype is) and cast to model.dtype for each use;
     gradients are reduced in the parameters' dtype. Frozen models are stored in their own dtype and computed with like
     the actor, so that equal weights give equal log-probabilities.
+
+    What a subclass may rely on: `optimizer` (None where frozen; stepped once an update, after clipping, and not where the
+    update is skipped, so that its step hooks are the place to change gradients or look at steps), `parameters` (those that
+    train: DTensors), `updates` (steps taken in this stage, as a checkpoint has it), `spec` and `model`.
     """
 
     def __init__(self, spec: RoleSpec, layout: Layout) -> None:

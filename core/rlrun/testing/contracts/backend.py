@@ -142,6 +142,7 @@ class BackendContract(Contract):
 
     def config(self, model: Path, layout: str, micro: int = 16, **optim: Any) -> Config:
         """SGD at rate 1 unless told otherwise, so that weights move by the gradient."""
+        assert layout in ("one rank", *self.layouts), f"no layout {layout!r}, but one rank, {', '.join(self.layouts)}"
         optimizer = OptimConfig(**{"name": "sgd", "lr": 1.0, "clip_grad": 0.0, **optim})
         config = Config(model=ModelConfig(path=str(model), dtype=self.dtype),
                         actor=ActorConfig(backend=self.backend, optim=optimizer, tokens_per_micro_batch=micro))
