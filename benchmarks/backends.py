@@ -38,6 +38,7 @@ from rlrun.workers.protocol import Layout, RoleRequest, RoleSpec, Worker
 
 CUDA = update.CUDA
 STEPS = 7
+"""Of a run of GRPO; the first two compile."""
 SEQUENCES = 256 if CUDA else 16
 """Of each GPU, of about 626 tokens."""
 PEAK = 989e12
@@ -185,6 +186,7 @@ def launch(command: Sequence[str], ranks: int, seconds: float) -> Result:
 
 def grpo(job: Job, seconds: float) -> Result:
     """`rl-run` with engines beside the ranks that train: seconds and metrics of its steps, memory of the fullest device."""
+    grpo_step.prepare()
     config = grpo_step.arranged(f"{job.backend}-{job.ranks}", job.backend, job.ranks, 0, STEPS)
     with tempfile.TemporaryFile("w+") as file, ExitStack() as stack:
         if CUDA:
@@ -277,7 +279,6 @@ def main() -> None:
     every = [job for ranks in counts for job in jobs(ranks)]
     todo = [(job.key, job.seconds, partial(launch, [__file__, "--repeats", str(args.repeats), "--job", json.dumps(asdict(job))],
                                            job.ranks)) for job in every]
-    grpo_step.prepare()
     todo += [(f"{job.key}, vLLM", 150, partial(grpo, job)) for job in every if job.backend != "floor"]
     found = run_all([one for one in todo if args.only in one[0]], args.results, args.budget_seconds)
     print(HEAD)

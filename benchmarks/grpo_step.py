@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import update
 
+from rlrun.trackers.jsonl import read
+
 CUDA = torch.cuda.is_available()
 PROMPTS, SAMPLES, NEW = (64, 8, 512) if CUDA else (4, 2, 8)
 LENGTHS = (104, 124) if CUDA else (10, 14)
@@ -127,8 +129,7 @@ def train(config: dict[str, Any], seconds: float | None = None) -> dict[str, Any
     path = FOLDER / f"{name}.json"
     path.write_text(json.dumps(config))
     subprocess.run([sys.executable, "-m", "rlrun", str(path)], check=True, stdout=sys.stderr, timeout=seconds)
-    rows = [json.loads(line) for line in (FOLDER / name / "metrics.jsonl").open()]
-    rows = [row for row in rows if "timing_s/step" in row]
+    rows = [row for row in read(FOLDER / name / "metrics.jsonl") if "timing_s/step" in row]
     timings = [{k.removeprefix("timing_s/"): v for k, v in row.items() if k.startswith("timing_s/")} for row in rows]
     keep = ("rollout/gap_mean", "rollout/gap_max", "perf/max_memory_reserved_gb", "perf/max_memory_allocated_gb",
             "perf/device_memory_used_gb", "response_length/mean", "perf/total_num_tokens")

@@ -104,8 +104,10 @@ class Prime(PolicyAlgorithm):
             metrics, kept = self._train(part, minis, workers)
             if kept is not None:
                 rewards.setdefault("before", implicit(kept, part, self.prime.beta))
-        if update == "before" or not rewards:  # or else an update had nothing to learn from, and the model is as it was
-            rewards["after" if update == "before" else "before"] = self._rewards(part, workers)
+        if update == "before":
+            rewards["after"] = self._rewards(part, workers)
+        elif not rewards:  # an update had nothing to learn from, and the model is as it was
+            rewards["before"] = self._rewards(part, workers)
         for when, reward in rewards.items():
             batch.sequences[COLUMNS[when]] = batch.sums(reward)
         batch.tokens["process_rewards"] = self._placed(rewards["after" if "after" in rewards else "before"], batch)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +8,23 @@ import torch
 
 from rlrun.batch import Batch
 from rlrun.config.schema import ActorConfig, Config, ModelConfig, OptimConfig
+from rlrun.plugins import Plugins
 from rlrun.testing import plain, updates
+from rlrun.testing.contracts.base import configure
 from rlrun.testing.ranks import RankPool, ranks1, ranks2  # noqa: F401
 from rlrun.testing.tiny import save_tiny
 from rlrun.testing.updates import Update, random_batch, update
-from rlrun_ulysses.plugin import UlyssesConfig
 
+PLUGINS = [plain.__file__, "ulysses"]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
 
 def make_config(path: str | Path, size: int, dtype: str = "float64", **sections: dict[str, Any]) -> Config:
     """A config of tiny runs: SGD at rate 1, so that weights move by the gradient."""
     optim = OptimConfig(name="sgd", lr=1.0, clip_grad=0.0)
-    config = Config(plugins=[plain.__file__, "ulysses"], model=ModelConfig(path=str(path), dtype=dtype),
+    config = Config(model=ModelConfig(path=str(path), dtype=dtype),
                     actor=ActorConfig(backend="plain", optim=optim, tokens_per_micro_batch=4096))
-    config.ulysses = UlyssesConfig(size)
-    for name, values in sections.items():
-        section = getattr(config, name)
-        assert values.keys() <= {field.name for field in fields(section)}
-        vars(section).update(values)
-    return config
+    return configure(config, Plugins.load(PLUGINS), {"ulysses": {"size": size}}, sections)
 
 
 def make_batch(*lengths: int, masked: Any = None, seed: int = 0) -> Batch:

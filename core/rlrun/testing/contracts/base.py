@@ -103,8 +103,9 @@ def _set(section: Any, values: Mapping[str, Any], key: str) -> None:
             raise ValueError(unknown(path, known))
         if isinstance(value, Mapping) and is_dataclass(getattr(section, name)):
             _set(getattr(section, name), value, path)
+        elif is_dataclass(value):
+            setattr(section, name, value)
         else:
-            plain = not is_dataclass(value)
-            setattr(section, name, typed(compose(json.dumps(value), path), known[name], path, problems) if plain else value)
+            setattr(section, name, typed(compose(json.dumps(value), path), known[name], path, problems))
     if problems:
         raise ValueError("; ".join(problems))
